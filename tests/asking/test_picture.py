@@ -24,7 +24,7 @@ BRIGHT = range(0, 240, 10)  # how bright the frames of a video are that lasts th
 def test_only_kept_tokens_are_lit():
     frame = np.full((8, 12, 3), 200, np.uint8)
     kept = np.array([[True, False, True], [False, False, True]])
-    of_tokens = np.asarray(picture.lit(frame, kept)).reshape(2, 4, 3, 4, 3)
+    of_tokens = np.asarray(picture.dimmed_where_dropped(frame, kept)).reshape(2, 4, 3, 4, 3)
     darkest = of_tokens.min((1, 3, 4))
     brightest = of_tokens.max((1, 3, 4))
     assert (darkest[kept] == 200).all()

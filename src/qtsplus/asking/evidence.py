@@ -14,8 +14,9 @@ from ..model.layout_qtsplus import runs, token_grids
 from ..video.encoded import EncodedVideo
 from ..video.grids import token_maps
 
-# Every stretch needs a token with this share of the highest relevance. Weaker tokens, down to `evidence_share` of the
-# configuration, may lengthen a stretch, but are no stretch of their own.
+# Every stretch needs a token with this share of the highest relevance. This matters only if the configuration's
+# `evidence_share` is lower (0.1 in the trained models, 0.5 by default): then weaker tokens, down to that share, may
+# lengthen a stretch, but do not make one.
 SURE = 0.4
 
 Box = tuple[float, float, float, float]  # left, top, right and bottom, as fractions of width and height
@@ -25,7 +26,7 @@ Box = tuple[float, float, float, float]  # left, top, right and bottom, as fract
 class Interval:
     """A stretch of a video that shows what the question asks for, as far as the selection can tell."""
 
-    # In an answer, the seconds that a player shows; otherwise seconds from the video's first frame.
+    # Seconds from the video's first frame; in an answer, the seconds that a player shows (`placed` converts them).
     start: float
     end: float
     weight: float  # the share of all relevance, over all videos of the sample, that falls into this stretch
@@ -35,7 +36,7 @@ class Interval:
     pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the upright frames
 
     def as_dict(self) -> dict[str, object]:
-        """The fields as the JSON of an answer has them."""
+        """The fields as the JSON of an answer has them: there, `video` is the video's name, not its number."""
         fields = dict(vars(self), video=self.name, box=list(self.box))
         del fields["name"]
         if self.pixels is not None:
@@ -55,16 +56,16 @@ def evidence_intervals(
     The stretches of the videos that show what the question asks for.
 
     A stretch is a run of grid steps, each with a strong token. At least one of its tokens has [`SURE`] of the highest
-    relevance. Dropped tokens count too, since an answer may need fewer tokens than show the thing.
+    relevance. Dropped tokens count too, since the selection may keep only a few of the tokens that show the thing.
 
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
-        relevance: `[M]`; `None` or empty if the method does not score: then all kept tokens count equally, and dropped
-            tokens do not count.
+        relevance: `[M]`; `None` or empty if the method does not score. Then, or if all relevance is 0, all kept tokens
+            count equally, and dropped tokens do not count.
         second_per_grid_ts: seconds that one grid step of each video lasts.
         video_grid_thw, merge_size: as for [`token_grids`].
-        strong_share: a token is strong from this fraction of the highest relevance on; `evidence_share` of the
-            configuration.
+        strong_share: a token is strong if its relevance is at least this fraction of the highest; `evidence_share` of
+            the configuration.
 
     Returns:
         intervals, the one with the most relevance first; none if nothing was kept.
@@ -86,6 +87,7 @@ def evidence_intervals(
     weight_maps = token_maps(weights, grids)
     maps = zip(strong_maps, weight_maps, second_per_grid_ts, strict=False)
     for video, (is_strong, weight, seconds) in enumerate(maps):
+        # a run of 1s for each run of steps with a strong token; `runs` passes over the 0s
         for _, first, end in runs(is_strong.any(2).any(1).int()):
             stretch = weight[first:end]
             if stretch.max() < sure:
@@ -110,7 +112,7 @@ def _bounding_box(weights: Tensor) -> Box:
     """
     height, width = weights.shape
     cells = map(tuple, weights.nonzero().tolist())
-    ungrouped = dict.fromkeys(cells)  # a dict, so that the order of a set does not decide between equal groups
+    ungrouped = dict.fromkeys(cells)  # a dict keeps its order, so that ties between groups are always decided alike
     groups = []
     while ungrouped:
         first, _ = ungrouped.popitem()

@@ -17,13 +17,13 @@ from .evidence import Interval
 from .recall import Remembered
 from .session import Answer
 
-_DRAWN = 8  # the most stretches of evidence in one picture
+_DRAWN = 8  # the most intervals of evidence in one picture
 _SIDE = 320  # pixels of the longer side of a frame in a picture
 _CAPTION = 14  # pixels: the height of the bar with the seconds, on top of each frame
 
 
-def lit(frame: np.ndarray, kept: np.ndarray) -> Image.Image:
-    """The frame, `[H', W', 3]` uint8, is dimmed where `kept`, bool `[H, W]`, says that a token was dropped."""
+def dimmed_where_dropped(frame: np.ndarray, kept: np.ndarray) -> Image.Image:
+    """The frame, `[H', W', 3]` uint8, dimmed where `kept`, bool `[H, W]`, says that a token was dropped."""
     image = Image.fromarray(frame)
     quarter_as_bright = Image.fromarray(frame >> 2)
     mask = Image.fromarray(kept).resize(image.size)
@@ -86,23 +86,23 @@ def draw_spans(
     path: str | Path,
 ) -> None:
     """
-    Draws one frame for each stretch of evidence, side by side in order of time.
+    Draws one frame for each interval of evidence, side by side in order of time.
 
-    Each is the frame in the middle of its stretch, dimmed where tokens were dropped, with a box around the evidence.
+    Each is the frame in the middle of its interval, dimmed where tokens were dropped, with a box around the evidence.
 
     Args:
         kept: bool `[T, H, W]`, whether each token was kept.
-        evidence: stretches of this video, at least one, the surest first. Their times are those that a player shows.
-            The first eight are drawn.
+        evidence: at least one interval of this video, the one with the largest weight first. Their times are those that
+            a player shows. The first eight are drawn.
         path: the file that the picture is written to.
     """
     panes = []
     for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
         step, _ = video.within(middle, middle)
-        # `within` rounds, by more than a very short last step lasts: then it gives the step behind the last.
+        # If the last step is shorter than the rounding of `within`, that returns `count`, one past the last step.
         step = min(step, video.count - 1)
-        frame = lit(frame_at(video, middle), kept[step].numpy())
+        frame = dimmed_where_dropped(frame_at(video, middle), kept[step].numpy())
         pane = ImageOps.contain(frame, (_SIDE, _SIDE))
         width, height = pane.size
         box = np.multiply(interval.box, (width, height, width, height))
@@ -120,16 +120,17 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     The frame that a player shows at `seconds`, `[H, W, 3]` uint8.
 
     Raises:
-        ValueError: a time outside the video, or a video that has no file any more.
+        ValueError: a time outside the video, or a video without a file to read.
     """
     if video.video == IN_MEMORY:
-        raise ValueError("The video's file is gone or was changed since it was encoded.")
+        raise ValueError("The video has no file to read: it was given as frames, or its file is gone or was changed.")
     start = video.about.start
     end = start + video.length
     if not start <= seconds <= end:
         raise ValueError(f"seconds={seconds:g}; expected a second of the video, from {start:g} to {end:g}.")
     fps = video.about.metadata.fps
-    # At its end a video shows its last frame. Both ways of reading a frame below add one `ROUNDING` to the time.
+    # At its end a video shows its last frame. Both ways of reading a frame below add one rounding to the instant, which
+    # must still be in the last frame; so it stays two roundings before the end.
     just_before_end = end - 2 * ROUNDING / fps
     instant = min(seconds, just_before_end)
     if Path(video.video).is_dir():

@@ -18,7 +18,7 @@ _DIGITS = dict(
         "forty=40 fifty=50 sixty=60 seventy=70 eighty=80 ninety=90",
     )
 )
-# The rules of a table rewrite a text, one after another.
+# Each table maps patterns to replacements, which are applied to a text in order.
 _PLAIN = {
     r"\A(?s:.*)</think>": "",  # what a model thinks before it answers
     "[−–]": "-",
@@ -26,62 +26,77 @@ _PLAIN = {
     r"(?i)n't\b": " not",
     r"(?:\*\*|`)([A-Za-z])(?:\*\*|`)": r"(\1)",  # "**A**" is "(A)"; other words lose their marks
     r"\*\*|`": "",
+    # "twenty-five" becomes "twenty+five", later 20+5, and with the first rule of `_NUMBERS` 25.
     r"(?i)(?<=ty)-(?=(?:one|two|three|four|five|six|seven|eight|nine)\b)": "+",
 }
 _NUMBERS = {
-    r"0\+(?=\d\b)": "",  # "twenty-five" has become 20+5
+    r"0\+(?=\d\b)": "",  # 20+5 becomes 25
     r"(?<=\d),(?=\d{3}\b)|(?<=\d)\.0+\b": "",  # "1,000" and "5.0" are 1000 and 5
     r"(?<=\d) hundred\b": "00",
     r"(?<=\d) thousand\b": "000",
     r"(?<=\d) million\b": "000000",
 }
-# A word with the vowel signs and accents of its script, as in "C++" also with signs at its end; or a number with its
-# sign, points, commas and colons, or a range of numbers such as "4 or 5". Articles do not count.
+# A word or a number that counts.
 _WORD = r"""(?x)
+    # Articles do not count; "A+" and "A#" are not articles.
     (?<!\w) (?! (?:an?|the)(?![\w'+\#]) )
+    # the sign and the leading point of a number: "-5", ".5"
     (?: (?<!\.)-?\.?(?=\d) )?
+    # letters and digits, with the accents and vowel signs of Latin, Hebrew, Arabic, Indic, Thai, Lao and Burmese words
     (?: [\w\u0300-\u036f\u05b0-\u05bd\u064b-\u065f\u0900-\u0963\u0966-\u0dff\u0e31-\u0e4e\u0eb1-\u0ecd\u102b-\u103e]
+        # an apostrophe within a word; a sign within a number, or a range of numbers: "1.5", "10:30", "4-5", "4 or 5"
         | (?<=\w)'(?=\w) | (?<=\d)(?:[.,:-]|\ (?:or|to)\ )(?=\d) )+
+    # the signs at the end of "C++" and "C#"
     (?: [+\#]+(?!\w) )?
 """
 # Which letter a text chooses is read from a sketch of it: letters of options stay, and each other word becomes a sign.
-# "The answer is not (A) but B." becomes "_!=~@A=B,". After these rules, the words that are left become "_".
+# "The answer is not (A) but B." becomes "_!=~@A=B,". The signs mean:
+#   !  chooses the letter that follows       ~  not
+#   =  "is", and other words beside a letter /  wrong
+#   +  "are": the plural of "="              ?  takes back the letter before
+#   @  option                                ,  punctuation
+#   &  joins letters                         _  any other word, put in after these rules
+#   <  gives a reason
 _SKETCH = {
     r"\\(?!boxed)[a-z]+": ",",  # commands of LaTeX
-    r"(?<=\w)['-](?=[a-z])": "",  # "it's" is one word
-    r"(?<!\w)(?:[(\[{*\"'“]{1,4}|(?=\w\)))([A-Za-z])[)\]}*\"'”]+(?!\w)": r" option \1 ",  # "(A)", "A)"
-    r"[\"“](?=\w\w)": "",
+    r"(?<=\w)['-](?=[a-z])": "",  # "it's" and "x-ray" are one word
+    r"(?<!\w)(?:[(\[{*\"'“]{1,4}|(?=\w\)))"  # "(" of "(A)", or nothing before "A)"
+    r"([A-Za-z])[)\]}*\"'”]+(?!\w)": r" option \1 ",
+    r"[\"“](?=\w\w)": "",  # a quotation mark before a word
     r"[^\w ]|_": ",",
-    # Words after which the chosen letter follows.
+    # Words after which the chosen letter follows; in Chinese, the end of "answer", and "choose" but not "option".
     r"\b(?i:answer|boxed|pick|chose|choose|select|likely|probably|definitely|clearly)\b|案|选(?!项)": "!",
-    # Other words beside a letter.
+    # Other words beside a letter. "ca" is left of "can't"; the Chinese words mean "is".
     r"\b(?i:is|was|be|its|thats|think|say|should|would|could|must|does|ca|but|so|with)\b|是|为": "=",
+    # Before a denial, it rules out all letters in front of it.
     r"\b(?i:are|were)\b": "+",
     r"\b(?i:option|choice)s?\b": "@",
+    # Words between letters; the Chinese words mean "or" and "and".
     r"\b(?i:or|and|both|maybe|perhaps)\b|或|和": "&",
+    # A letter right after one of these is not the chosen one.
     r"\b(?i:because|since|as|which|in)\b": "<",
-    # Words that rule a letter out.
+    # Words that rule a letter out; the Chinese words mean "not".
     r"\b(?i:not|neither|nor|than|cannot)\b|不|非": "~",
     r"\b(?i:wrong|incorrect|false)\b": "/",
     r"\b(?i:no|wait|actually)\b": "?",
     r"[\u2e80-\ud7a3]": ",",  # other words of scripts without spaces
 }
 _RULED_OUT = r"""(?x)
-    ~[=@!]*[A-Z] (?:[&~@]+[A-Z])* (?![_!])    # "not A", "neither A nor B"; but "not A dog"
-    | [A-Z][=!]+~ (?!=?/)                     # "A is not"; but "A is not wrong"
-    | (?:[A-Z][,&@]{0,9}){1,9} \+ (?:~(?!/)|/)  # "A and B are not", "A and B are wrong"
+    ~[=@!]*[A-Z] (?:[&~@]+[A-Z])* (?![_!])    # "not A", "neither A nor B"; not in "not A dog" or "not A likely one"
+    | [A-Z][=!]+~ (?!=?/)                     # "A is not"; not in "A is not wrong"
+    | (?:[A-Z][,&@]{0,9}){1,9} \+ (?:~(?!/)|/)  # "A and B are not", "A and B are wrong"; not in "A and B are not wrong"
     | [A-Z] [=,]* /                           # "A is wrong", "A: wrong"
-    | [A-Z] ,*\? (?!_)                        # "A. No,"
+    | [A-Z] ,*\? (?!_)                        # "A. No,"; not in "A. No dog"
 """
 _DECLARED = r"""(?x)
     (?:^|!) [=,&@]*                           # after "answer", or at the start
     ( (?:[A-Z] (?!@*[^,&@<A-Z]) [,&@]*)+      # letters that no other word follows, such as "A" and "A or B"
-    | (?:[a-z] (?![^,&<a-z]) [,&@]*)+ )       # the same in small letters
+    | (?:[a-z] (?![^,&<a-z]) [,&@]*)+ )       # the same in small letters, but not the article of "a choice"
 """
 _NAMED = r"""(?x)
     (?<=@)[A-Z]                               # "option A"
-    | [A-HJ-Z](?==)                           # "B is"
-    | (?<![_~<]) (?![AI]@*[^,&@<A-Z]) [A-Z]   # any letter after no other word; "A man" and "I see" have none
+    | [A-HJ-Z](?==)                           # "B is"; not I, because of "I think"
+    | (?<![_~<]) (?![AI]@*[^,&@<A-Z]) [A-Z]   # a letter with no other word before it, except in "A man" or "I see"
 """
 _JUDGE = """Question: {question}
 Right answer: {answer}
@@ -97,9 +112,9 @@ def is_exact(record: VideoRecord, said: str) -> bool:
 def gives_answer(record: VideoRecord, said: str) -> bool:
     """
     Whether a sentence gives the record's answer. With options, the sentence must choose the right one, by its letter or
-    by its text. "Yes" or "no" must be the first of the two that is said. A number must be the only one, or the first
-    word and not of a range. Any other answer must be said in the same words, and neither be denied nor be one of two,
-    as in "red or blue". Case, punctuation and articles do not count.
+    by its text. "Yes" or "no" must be the first of the two that is said. A number must be the only number, or the
+    first word unless this begins a range such as "4 or 5". Any other answer must be said in the same words, and not be
+    denied or be one of two, as in "red or blue". Case, punctuation and articles do not count.
     """
     if record.options:
         right = _chosen(record.answer, record.options)
@@ -108,7 +123,7 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
     words = _words(said)
     if expected in ("yes", "no"):
         return re.findall("(?m)^(?:yes|no)$", words)[:1] == [expected]
-    if expected.isdecimal():
+    if expected.isdecimal():  # `_WORD` takes a range such as "4 or 5" for one word
         return words.split("\n")[0] == expected or set(re.findall(r"(?m)^\d+$", words)) == {expected}
     return _says(words, expected)
 
@@ -129,7 +144,8 @@ def _words(text: str) -> str:
 
 
 def _says(words: str, expected: str) -> bool:
-    """Whether the expected words are among the words, without "or" after them or a denial up to three words before."""
+    """Whether the expected words are said, with no "or" after them, and no denial or "or" in the three words before."""
+    # At each place where the expected words are found, group 1 is the denial before them, or empty.
     return "" in re.findall(
         rf"(?m)^((?:not|no|never|without|or)\n(?:.+\n){{0,2}})?{re.escape(expected)}$(?!\nor$)", words
     )
@@ -146,7 +162,7 @@ def _chosen(said: str, options: Sequence[str]) -> set[str]:
 
 
 def _sketch(said: str, options: Sequence[str]) -> str:
-    """The sketch of a text without the options' own texts, in which letters as in "both A and B" choose nothing."""
+    """The sketch of a text. The options' own texts are left out: a letter in the option "both A and B" is no choice."""
     sketch = _rewritten(said)
     for option in options:
         if len(option) > 1:
@@ -158,8 +174,11 @@ def _sketch(said: str, options: Sequence[str]) -> str:
 
 def judge_at(address: str, model: str) -> Matcher:
     """
-    A language model behind an OpenAI-compatible address as the judge of answers; its key is in `OPENAI_API_KEY`. A
-    `ValueError` where the client is not installed or gets no reply, and for a reply that is neither yes nor no.
+    A language model behind an OpenAI-compatible address as the judge of answers; its key is in `OPENAI_API_KEY`.
+
+    Raises:
+        ValueError: here if the package `openai` is not installed; from the judge if there is no reply, or one that is
+            neither yes nor no.
     """
     try:
         from openai import OpenAI, OpenAIError
