@@ -430,7 +430,7 @@ def test_messages_name_a_source_and_hide_its_address(loaded, video):
     (warning,) = answer.warnings
     assert warning.startswith("The stream 'door'")
     assert "SECRET" not in warning
-    with pytest.raises(ValueError, match="^Cannot read the stream 'door': [^/]*$"):
+    with pytest.raises(ValueError, match="^Cannot read the stream 'door': [^/]* refused[.]$"):
         answers_about(loaded, "http://name:word@127.0.0.1:9/video?token=SECRET")
 
 

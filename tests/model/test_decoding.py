@@ -155,7 +155,7 @@ def test_every_frame_says_when_it_is_shown(tmp_path, codec, kind, clock):
     check_times(look(path, num_frames=6), shown, begin)
     check_times(watch(path, 25.0), shown, begin)
     # Nothing is skipped of these; FFmpeg writes others of MPEG-2 without good times where it has one processor alone.
-    if clock == "late" or kind in ("vob", "avi") or not video.timed:
+    if clock == "late" or kind in ("vob", "avi") or not video.frames_carry_times:
         return
     end = video.times[-1]
     for count in (2, 3, 7, 25):
@@ -332,7 +332,7 @@ def test_a_video_without_times_has_the_rate_of_its_codec(tmp_path, name, codec):
     video = VideoDecoder(str(path))
     assert video.total == 40
     assert video.fps == 10.0
-    assert not video.timed
+    assert not video.frames_carry_times
 
 
 def test_a_frame_after_years_costs_no_memory(tmp_path, loaded):

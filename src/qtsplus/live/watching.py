@@ -42,7 +42,8 @@ CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://") + DEV
 _HTTP = "http,https,httpproxy,tcp,tls,crypto,data"
 _RTSP = "rtsp,rtsps,rtp,srtp,udp,tcp,tls"
 _RTMP = "rtmp,rtmps,tcp,tls"
-_PROTOCOLS = {  # by the scheme of an address: the protocols that FFmpeg may use, also for places that a playlist names
+# By the scheme of an address: the protocols that FFmpeg may use, for the address and for places that a playlist names.
+_PROTOCOLS = {
     "http": _HTTP,
     "https": _HTTP,
     "rtsp": _RTSP,
@@ -70,7 +71,7 @@ class Source:
             `avfoundation:0`.
         fps: the most frames per second.
         timeout: seconds without a frame after which a source that is not a file has failed.
-        began: `time.monotonic()` at second 0 of the stream. A camera's frames have seconds of the stream, see
+        began: `time.monotonic()` at second 0 of the [`Stream`]. A camera's frames have seconds since then, see
             [`_CameraClock`]; frames of other sources have the seconds at which a player shows them.
         name: the source's name in messages; without it they show the address.
 
@@ -134,10 +135,11 @@ class Source:
         """The exception to raise for a stream that cannot be read, or that sends nothing."""
         if isinstance(error, (queue.Empty, av.error.ExitError)):  # FFmpeg has the same timeout as the queue
             return TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.")
-        reason = getattr(error, "strerror", None) or error  # without the address
+        reason = getattr(error, "strerror", None) or error  # `strerror` does not contain the address
         message = f"Cannot read the stream {self.name!r}: {first_line(reason)}."
-        if not (self.is_camera or self.is_file):
-            message += " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
+        # A `ValueError` is about the content; an `OSError` may be about a server that does not answer.
+        if isinstance(error, ValueError) and not (self.is_camera or self.is_file):
+            message += " Expected MPEG-TS, Matroska or fragmented mp4; an ordinary mp4 has to be a file."
         return ValueError(message)
 
     @property
@@ -204,14 +206,14 @@ class Source:
             self.sound = bool(container.streams.audio)
             stated = read_stated(self.address, container, stream) if self.is_file else None
             upright = Upright()
-            last_number = -1
+            last_slot = -1
             for seconds, frame in self._timed(container, stream, opened):
                 self.newest = max(self.newest, seconds)
                 duration = float((frame.duration or 0) * (frame.time_base or 0))
                 self.end = self.newest + (duration or 1 / self.fps)
-                number = int(seconds * self.fps + ROUNDING)
-                if number > last_number:
-                    last_number = number
+                slot = int(seconds * self.fps + ROUNDING)  # at most one frame is taken in each slot of 1 / fps seconds
+                if slot > last_slot:
+                    last_slot = slot
                     yield seconds, upright(frame, stream)
             # The last frame begins at `newest`. The tolerance covers how long it lasts.
             tolerance = 0.05 * self.newest + 1
@@ -226,14 +228,14 @@ class Source:
         self.clock = clock
         has_times = self.is_file or not _UNTIMED.fullmatch(container.format.name)
         begin = 0.0
-        if container.format.flags & ARBITRARY_CLOCK:
+        if container.format.flags & ARBITRARY_CLOCK:  # such as that of MPEG-TS, which need not begin at 0
             begin = (container.start_time or 0) / av.time_base
         camera_clock = _CameraClock(self.began, opened, has_times)
         for frame, after in with_next(self._frames(container, stream, clock), self.is_camera):
             if frame.time is None or not (has_times or self.is_camera):
                 raise ValueError("its frames have no times")
             if after is not None and frame.time > (after.time or 0) + LEAP:
-                clock.strays += 1  # a wrong time, long after that of the next frame: the frame is left out
+                clock.strays += 1  # a damaged time, long after that of the next frame: the frame is left out
             elif self.is_camera:
                 yield camera_clock.seconds(frame.time, len(clock.joins)), frame
             else:
@@ -250,7 +252,7 @@ class Source:
             for frame in frames:
                 if frame.is_corrupt:
                     self._faults = ["is damaged, and some of its frames are shown as far as they go"]
-                if clock.waiting:  # AVI and MPEG-PS: frames get the times of all packets in the order of showing
+                if clock.waiting:  # AVI and MPEG-PS: each frame gets the smallest packet time that is not yet given
                     frame.pts = heapq.heappop(clock.waiting)
                 yield frame
 
@@ -271,13 +273,15 @@ class Source:
 @dataclass
 class _CameraClock:
     """
-    When the frames of a camera were taken, in seconds of the stream: as far apart as by the camera's own clock, and
-    never later than now.
+    When the frames of a camera were taken, in seconds of the stream. The gaps between frames follow the camera's clock,
+    and no frame is later than now.
 
-    FFmpeg holds the frames that come while it opens the camera. They arrive at once, and the first of them counts as
-    taken when opening began. A frame that did not arrive at once was taken when it arrived; the first such frame sets
-    the camera's clock, and so does the first one after the camera's clock restarted. A camera without times, such as
-    MJPEG at an address, has the time at which each frame arrives.
+    1. FFmpeg holds the frames that come while it opens the camera, and they arrive at once. The first of them counts as
+       taken when opening began.
+    2. The first frame that does not arrive at once counts as taken when it arrived: this sets the camera's clock.
+    3. After the camera's clock restarts, the next frame that does not arrive at once sets it again.
+
+    A camera without times, such as MJPEG at an address, has the time at which each frame arrives.
     """
 
     began: float  # `time.monotonic()` at second 0 of the stream
@@ -367,13 +371,12 @@ def watch(
     began = time.monotonic()
     opened = {name: Source(address, stream.fps, timeout, began, name) for name, address in sources.items()}
 
-    def answer() -> Answer:
+    def ask_now() -> Answer:
         warnings = []
         for source in opened.values():
             warnings += source.warnings
         unheard = any(source.sound for source in opened.values())
-        answer = stream.ask(question, **choice)
-        return replace(answer, warnings=warnings, unheard=unheard)
+        return replace(stream.ask(question, **choice), warnings=warnings, unheard=unheard)
 
     try:
         due = every
@@ -385,12 +388,12 @@ def watch(
             if seconds >= due:
                 due = (seconds // every + 1) * every
                 if stream.num_tokens:
-                    yield answer()
+                    yield ask_now()
             stream.append([frame], [seconds], name)
         stream.finish()
         if not stream.num_tokens:
             raise ValueError(f"There was no frame in {list(sources)}; expected at least one.")
-        yield answer()
+        yield ask_now()
     finally:
         for source in opened.values():
             source.close()

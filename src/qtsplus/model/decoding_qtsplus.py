@@ -1,7 +1,7 @@
 """Decodes video files with PyAV: the chosen frames, each as a player shows it at its time.
 
-A packet of a file holds one frame, and a key frame can be decoded alone. To show some frames of a video, the packets
-from the key frame before each of them on are decoded (`needed`), and the others are skipped:
+A packet of a file holds one frame, and a key frame can be decoded alone. For each frame to show, decoding starts at the
+key frame before it and ends at the frame (`needed`); all other packets are skipped:
 
     packets     K . . . K . . . K . . .      K: a key frame
     shown         ^                 ^
@@ -41,7 +41,8 @@ from .containers_qtsplus import (
 logger = logging.get_logger(__name__)
 
 _EARLY = 0.5  # A video may end this many seconds before its header says.
-_JOIN = 2  # Where two recordings in MPEG-TS meet, FFmpeg calls one of this many packets before a key frame damaged.
+# Where recordings in MPEG-TS were joined, FFmpeg may wrongly report damage in one of these packets before a key frame.
+_JOIN = 2
 _JOINABLE = ("mov,mp4", "matroska", "flv")  # formats in which a player ignores a second file behind the first one
 _SKIPPING_CODECS = ("h264", "hevc")  # codecs whose decoders can skip frames that no other frame needs
 
@@ -54,8 +55,9 @@ class VideoDecoder:
     `http(s)` or `data:` address.
 
     Attributes:
-        total, fps: the number of frames and their rate on a regular clock. At a constant rate these are the file's own
-            frames; at a variable rate frame `i` is the one that a player shows `i / fps` seconds after the first.
+        total, fps: the number of frames and their rate on a regular clock, by which all frames last equally long. At a
+            constant rate these are the file's own frames; at a variable rate frame `i` is the one that a player shows
+            `i / fps` seconds after the first.
         start: when a player shows the first frame, in seconds.
         sound: whether the file has sound, which is not read.
         warnings: what is wrong with the file, one sentence each; `show` adds a sentence if it cannot decode all.
@@ -64,7 +66,8 @@ class VideoDecoder:
         whole: of each packet, whether it is not damaged.
         order: the packets whose frames are shown, in the order of showing.
         times: `[N]`, when the frames of `order` are shown, in seconds from the first.
-        timed: whether a decoded frame has the time of its packet. Otherwise the decoded frames get `times` in turn.
+        frames_carry_times: whether a decoded frame has the time of its packet. Otherwise the decoded frames get `times`
+            in turn.
 
     Raises:
         ValueError: a file that is missing, cannot be decoded, has no frame, or is a playlist; an address that does not
@@ -87,18 +90,18 @@ class VideoDecoder:
             stated = read_stated(self.source, container, stream)
         self._set_clock(stated)
         missing = self._missing(stated)
-        # Packets can be skipped if frames can be told by their times, and if key frames are where the file says. A file
-        # that is incomplete or joined may be wrong about them.
-        self.can_skip = self.timed and not missing and not is_joined
+        # Packets can be skipped if frames can be told apart by their times, and if key frames are where the file says.
+        # A file that is incomplete or joined may be wrong about them.
+        self.can_skip = self.frames_carry_times and not missing and not is_joined
         if missing:
             faults.append(f"is incomplete: {missing}")
         gaps = np.diff(self.times, append=self.times[-1])
         longest_gap = gaps.max()
         usual_gap, long_gap = np.quantile(gaps, (0.5, 0.8))
+        is_constant_rate = long_gap < 2 * usual_gap
         # At a constant rate a long gap shows that frames were lost; at a variable rate it may be a still. If the header
         # states the video's own length, only an early end is a loss; `_missing` looks for it.
-        shows_loss = long_gap < 2 * usual_gap and not stated.is_of_video
-        if shows_loss and longest_gap > LEAP + 3 * usual_gap:
+        if is_constant_rate and not stated.is_of_video and longest_gap > LEAP + 3 * usual_gap:
             begin = self.times[gaps.argmax()]
             faults.append(f"has no frame for {longest_gap:.0f} s from {begin:.1f} s on")
         if is_joined:
@@ -123,41 +126,42 @@ class VideoDecoder:
                 dts.append(packet.dts)
                 flags.append((packet.is_keyframe, packet.is_corrupt, packet.is_discard))
         if clock.reorders and None not in pts and None not in dts:
-            clock.mend(pts, dts)
+            clock.mend(pts, dts)  # replaces damaged times in `pts`
         key, is_damaged, is_hidden = np.array(flags, bool).reshape(-1, 3).T
-        # A packet that FFmpeg calls damaged is not if it is just before a key frame, where recordings may meet.
+        # Damage that FFmpeg reports just before a key frame is ignored: recordings may have been joined there.
         for number in np.flatnonzero(is_damaged):
             behind = number + 1
             next_are_key = key[behind : behind + _JOIN]
             is_damaged[number] = not next_are_key.any()
 
-        self.has_times = None not in pts
+        self.packets_have_times = None not in pts
         self.time_base = stream.time_base or Fraction(1)
         self.end = clock.end  # when the last frame is over, in ticks
-        if not self.has_times:
+        if not self.packets_have_times:
             pts = list(range(len(pts)))
         self.pts = np.array(pts, np.int64)
         self.key = key & ~is_damaged
         self.whole = ~is_damaged
         shown = self.pts[~is_hidden]
-        has_own_times = len(np.unique(shown)) == len(shown)
+        times_are_distinct = len(np.unique(shown)) == len(shown)
         # An AVI states only when packets are decoded. If frames are reordered, these are not their times of showing.
         is_guessed = clock.is_avi and clock.reorders
-        self.timed = self.has_times and has_own_times and not is_guessed
-        # MPEG-PS states few times. If FFmpeg's guesses for the others are off, the frames get the times of the clock.
+        self.frames_carry_times = self.packets_have_times and times_are_distinct and not is_guessed
+        # MPEG-PS states few times. If FFmpeg's guesses for the others are off, the frames get the times that `clock`
+        # computed: `clock.waiting` has them in ascending order.
         if clock.is_ps and pts:
             ticks_off = np.sort(self.pts) - clock.waiting
             seconds_off = np.abs(ticks_off) * clock.step
             if seconds_off.max() > NEAR:
-                self.timed = False
-            if not self.timed:
-                self.has_times = True
+                self.frames_carry_times = False
+            if not self.frames_carry_times:
+                self.packets_have_times = True
                 self.pts = np.array(clock.waiting)
                 self.end = clock.due or 0
         is_shown = self.whole & ~is_hidden  # an edit list hides frames
         frames = np.flatnonzero(is_shown)
         if not len(frames):
-            raise ValueError(f"of its {len(pts)} frames none is whole")
+            raise ValueError(f"none of its {len(pts)} frames can be shown: they are damaged or hidden")
         self.order = frames[np.argsort(self.pts[frames], kind="stable")]
         return clock.states
 
@@ -182,7 +186,7 @@ class VideoDecoder:
         """Sets `times`, the regular clock (`total` and `fps`) and `start`, from the packets or else from the header."""
         clock = None
         self.first = 0.0  # seconds on the file's clock at which the first frame is shown
-        if self.has_times:
+        if self.packets_have_times:
             seconds = self._seconds(self.pts[self.order])
             self.first = float(seconds[0])
             self.times = seconds - seconds[0]
@@ -192,8 +196,8 @@ class VideoDecoder:
                 raise ValueError(f"The video {self.name!r} states no times and no rate; pass its frames, with `fps=`.")
             clock = (len(self.order), float(stated.fps))
         self.total, self.fps = clock
-        # At a constant rate, even times replace those that are missing or guessed.
-        if not self.timed and self.total == len(self.order):
+        # At a constant rate, evenly spaced times replace those that are missing or guessed.
+        if not self.frames_carry_times and self.total == len(self.order):
             self.times = np.arange(self.total) / self.fps
         self.start = max(self.first - stated.begin, 0.0)
 
@@ -203,7 +207,8 @@ class VideoDecoder:
         whole = int(self.whole.sum())
         damaged = packets - whole
         end = self.first + self.total / self.fps
-        # In a trimmed video the header's number of frames includes those that are hidden; its length does not.
+        # The header of a trimmed video counts its hidden frames too, but states the length without them. So if the
+        # frames cover this length, none is missing.
         half_a_frame = 0.5 / self.fps
         is_trimmed = stated.end is not None and stated.end <= end + half_a_frame
         if stated.frames > whole and not is_trimmed:
@@ -249,7 +254,7 @@ class VideoDecoder:
         The frames shown at `instants`, increasing seconds from the first frame: `[H, W, 3]` uint8 each.
 
         If packets can be skipped, only those that the frames need are decoded. A frame that cannot be decoded whole is
-        shown as far as it goes, or else the frame before it is shown, and `warnings` say how many frames that are.
+        shown as far as it goes, or else the frame before it is shown; `warnings` say how many frames this concerns.
         """
         damaged = 0
         whole_before = int(self.whole.sum())
@@ -257,14 +262,14 @@ class VideoDecoder:
             for frame, is_whole in self._show(instants):
                 yield frame
                 damaged += not is_whole
-        # Packets that turned out to be damaged are reported even if no frame is known to suffer from them.
+        # If packets turned out to be damaged, but no frame is known to suffer, one frame is reported for each packet.
         found_damaged = whole_before - int(self.whole.sum())
         damaged = damaged or min(found_damaged, len(instants))
         if damaged:
             self._warn(f"is damaged, and with it {damaged} of the {len(instants)} frames that are looked at")
 
     def _show(self, instants: np.ndarray) -> Iterator[ShownFrame]:
-        """The frames as [`read`] gives them: first with `skipping`, if possible, and from where that stops without."""
+        """The frames of [`read`], with `skipping` if that is possible; where this stops, it goes on without."""
         num_shown = 0
         if self.can_skip:
             for shown in self.read(instants, skipping=True):
@@ -294,7 +299,7 @@ class VideoDecoder:
             for frame, stop in self._with_stops(frames, instants):
                 if stop > num_shown:
                     expected_times = self.pts[chosen[num_shown:stop]]
-                    has_right_time = (expected_times == frame.pts) | (not self.timed)
+                    has_right_time = (expected_times == frame.pts) | (not self.frames_carry_times)
                     if skipping and not has_right_time.all():
                         return
                     picture = upright(frame, stream)
@@ -311,7 +316,7 @@ class VideoDecoder:
         frames: "Iterator[av.VideoFrame]",
         instants: np.ndarray,
     ) -> "Iterator[tuple[av.VideoFrame, int]]":
-        """Each decoded frame, and how many of the instants are before the next one appears: until then it is shown."""
+        """Each decoded frame, and how many instants come before the next: at these, it or an earlier one is shown."""
         shown = None
         self.damaged_since_key = False  # whether something is damaged since the key frame of the frame that is shown
         for number, following in enumerate(itertools.chain(frames, [None])):
@@ -328,7 +333,7 @@ class VideoDecoder:
 
     def _time(self, frame: "av.VideoFrame", number: int) -> float:
         """When the decoded frame with this number is shown, in seconds from the first."""
-        if self.timed and frame.pts is not None:
+        if self.frames_carry_times and frame.pts is not None:
             return self._seconds(frame.pts) - self.first
         if number >= len(self.times):
             return math.inf
@@ -343,7 +348,7 @@ class VideoDecoder:
             key frame; otherwise 0.
         """
         key_packets = np.flatnonzero(self.key)
-        keys = np.append(0, key_packets)  # without a key frame before it, a packet needs all from the first on
+        keys = np.append(0, key_packets)  # `keys[0]` is for packets with no key frame before: they need all from 0 on
         last_key = np.searchsorted(key_packets, chosen, side="right")
         # A frame that follows a key frame in the file, but is shown before it, needs the key frame before that.
         key_times = self.pts[keys[last_key]]
@@ -371,7 +376,7 @@ class VideoDecoder:
         number = -1
         holds_frames = False
         for packet in self._demux(container, stream):
-            if packet.size == 0:
+            if not packet.size:
                 continue
             number += 1
             if number > last:
@@ -443,7 +448,7 @@ class Upright:
             numbers = np.frombuffer(matrix, np.int32)  # type: ignore[call-overload]
             a, b, _, c, d = numbers[:5] / 2**16
             determinant = a * d - b * c
-            self.is_mirrored = determinant < 0
+            self.is_mirrored = determinant < 0  # mirroring is a vertical flip, followed by the rotation
             self.is_turned = determinant != 0  # some writers leave it empty
         aspect = float(stream.sample_aspect_ratio or 1)
         if not 0.2 < aspect < 5:
