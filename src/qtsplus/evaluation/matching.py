@@ -70,7 +70,7 @@ _SKETCH = {
     r"\b(?i:is|was|be|its|thats|think|say|should|would|could|must|does|ca|but|so|with)\b|是|为": "=",
     # Before a denial, it rules out all letters in front of it.
     r"\b(?i:are|were)\b": "+",
-    r"\b(?i:option|choice)s?\b": "@",
+    r"\b(?i:option|choice|letter)s?\b": "@",
     # Words between letters; the Chinese words mean "or" and "and".
     r"\b(?i:or|and|both|maybe|perhaps)\b|或|和": "&",
     # A letter right after one of these is not the chosen one.
