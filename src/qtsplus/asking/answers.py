@@ -44,8 +44,10 @@ class Answer:
     kept_tokens: int  # n, those that the language model read
     rho: float  # the fraction that the selection aimed at
     evidence: list[Interval]  # stretches that show what was asked for, the most relevant first
-    # Seconds. `encode`: reading and encoding the video; absent if that was done before. `first_token` and `generate`:
-    # from the start of the selection to the first token and to the last. Questions of one batch share them.
+    # Seconds. Questions of one batch share them.
+    # - `encode`: reading and encoding the video; absent if that was done before
+    # - `first_token`: from the start of the selection to the first token
+    # - `generate`: from the start of the selection to the last token
     timings: dict[str, float]
     keep_maps: dict[str, Tensor]  # by the video's name, bool `[T, H, W]`: True where a token of its grid was kept
     # `seen` is the part of the relevance, 0 to 1, that goes to the tokens of the videos. The rest goes to the null
@@ -55,9 +57,11 @@ class Answer:
     seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in `AboutVideo`
     largest_gap: float = 0.0  # the longest time from a frame that was looked at to the next, or to the end, in seconds
-    trained_seconds: float | None = None  # seconds of the longest video in training; `None` unless one here is longer
-    unheard: bool = False  # whether a video has sound, and the prompt no subtitles in its place
-    scored: bool = True  # whether the selection scored tokens; else a weight in `evidence` is a share of the kept ones
+    # If a video here is longer than all in training: the seconds of the longest in training. Otherwise `None`.
+    trained_seconds: float | None = None
+    unheard: bool = False  # whether a video has sound, and the prompt has no subtitles in its place
+    # Whether the selection scored tokens. If not, a weight in `evidence` is a share of the kept tokens.
+    scored: bool = True
 
     @property
     def shown(self) -> bool | None:
@@ -74,7 +78,7 @@ class Answer:
         return next(iter(self.keep_maps.values()))
 
     def as_dict(self) -> dict[str, object]:
-        """What `qtsplus ask --json` prints: no keep maps, not `scored`, and `seen` only if the model is calibrated."""
+        """What `qtsplus ask --json` prints: without `keep_maps` and `scored`, and without `seen` if it is `None`."""
         fields = dict(vars(self))
         del fields["keep_maps"]
         del fields["scored"]
@@ -111,7 +115,7 @@ def answer_questions(
         turns: earlier questions and their answers, alternating, which precede each of the questions. If the model has
             too few positions, the oldest are left out, and a warning in the answer says so.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: the most visual tokens to keep, also if `retention` asks for more.
+        max_visual_tokens: the most visual tokens to keep, even if `retention` asks for more.
         selection: the method, if not the model's own: a name such as `"uniform"`, or a function that takes `Candidates`
             and a count and returns indices (`methods_qtsplus.py`).
         max_new_tokens: the longest answer. By default the `generation_config` of the call decides, then that of the
@@ -121,8 +125,8 @@ def answer_questions(
         generation: as for `generate`.
 
     Raises:
-        ValueError: without a video; for `subtitles` if no video was encoded with any; for a prompt that takes more
-            positions than the model has; and as [`ask`] does.
+        ValueError: there is no video; a question is empty or too long; an option is out of its range or not known;
+            `subtitles` are wanted and no video was encoded with any; a prompt takes more positions than the model has.
     """
     batch = Batch(videos, questions, queries, turns)
     batch.check(model, processor)
@@ -136,7 +140,7 @@ def answer_questions(
         generation=generation_options(model, generation, max_new_tokens),
     )
     prompts = call.prompts_within_positions(batch)
-    if subtitles:
+    if subtitles:  # the first prompts only found the kept tokens; the second ones get the subtitles near these
         kept = map(prompts.kept, range(len(questions)))
         captions = [near(row.indices, videos, processor, subtitles) for row in kept]
         prompts = call.prompts_within_positions(replace(batch, captions=captions))
@@ -148,7 +152,7 @@ def answer_questions(
     for row, text in enumerate(texts):
         answer = _answer(call, batch, prompts, row)
         answer = replace(answer, answer=text.strip(), timings=timings)
-        if subtitles:  # they replace the sound of the videos that have some
+        if subtitles:  # they replace sound, so that a video is unheard only if it has sound but no subtitles
             unheard = [video for video in videos.values() if video.about.sound and not video.subtitles]
             answer = replace(answer, unheard=bool(unheard))
         answers.append(answer)
@@ -177,7 +181,7 @@ class Kept:
         assert chosen.kept_indices is not None and chosen.rho is not None
         return cls(
             indices=chosen.kept_indices[row].cpu(),
-            relevance=chosen.relevance[row] if chosen.relevance else None,
+            relevance=chosen.relevance[row] if chosen.relevance else None,  # one tensor per row
             rho=float(chosen.rho[row]),
             seen=None if chosen.seen is None else float(chosen.seen[row]),
         )
@@ -190,7 +194,7 @@ class _Prompts:
     length: int  # ids of the longest prompt before tokens are dropped
     layout: Layout
     compact: CompactPrompt
-    # `[k]` ascending, where the tokens that a stream remembers are in the videos' grids; `None` if the grids are full.
+    # For a stream: `[k]`, ascending indices, in the full grids, of the tokens that it remembers. Otherwise `None`.
     places: Tensor | None
     warnings: list[str] = field(default_factory=list)
 
@@ -214,7 +218,7 @@ class _Call:
     model: Any
     processor: Any
     choice: Choice
-    generation: dict[str, Any]  # as [`generation_options`] gives them; the `streamer` is the clock of the call
+    generation: dict[str, Any]  # of [`generation_options`], whose `streamer` is the `TokenClock` of the call
 
     def prompts_within_positions(self, batch: Batch) -> _Prompts:
         """
@@ -234,6 +238,7 @@ class _Call:
                 break
             if left_out == len(batch.turns):
                 row = prompts.layout.rows[int(prompts.compact.next_position.argmax())]
+                # `columns` has a place for each token of the prompt, `candidates` for each of its video tokens.
                 text = len(row.columns) - len(row.candidates)
                 raise ValueError(
                     f"The prompt takes {needed} positions, and the model has {positions}: {text} are for text, "
@@ -253,7 +258,7 @@ class _Call:
         backbone = self.model.model
         inputs = prompt_inputs(self.processor, batch, self.model.device)
         self.generation["streamer"].start()
-        visual, selection = take_inputs(inputs | vars(self.choice))  # as in a call of the model
+        visual, selection = take_inputs(inputs | vars(self.choice))  # like keyword arguments of `forward`
         input_ids = inputs["input_ids"]
         layout = lay_out(backbone, visual, input_ids, inputs["attention_mask"])
         places = None
@@ -270,7 +275,8 @@ class _Call:
 
 def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int:
     """
-    How many of the oldest turns have to be left out in total, at the least.
+    A lower bound of how many of the oldest turns have to be left out in total. The tokens of a turn are overestimated,
+    so that this may be too few; the caller then tries again.
 
     Args:
         left_out: the number of turns that were left out so far.
@@ -341,7 +347,7 @@ def shown_by(
         unheard=any(video.about.sound for video in encoded),
         scored=kept.relevance is not None and len(kept.relevance) > 0,
     )
-    # Some methods do not score. Without a good calibration the number would mean nothing.
+    # A method that does not score gives no `seen`. Without a good calibration the number would mean nothing.
     if kept.seen is None or not config.says_seen:
         return answer
     return replace(answer, seen=kept.seen, seen_threshold=config.seen_threshold)

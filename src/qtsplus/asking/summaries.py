@@ -24,7 +24,7 @@ from .ranking import Piece
 from .recall import Remembered
 
 JOIN = "These are parts of a video in their order. Tell what happens in all of them together."
-LONGEST = 60.0  # the most seconds of a chapter, or fewer if the model was trained on shorter videos
+LONGEST = 60.0  # the default of `chapter_seconds`, or the model's `trained_seconds` if that is lower
 # Options of a question or of `generate` that a summary refuses, since they cannot be the same for every chapter.
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
@@ -48,7 +48,7 @@ _AMOUNT = r"""(?:
 # In these places a number with "s" is a time, as in "at 5 s", but not in "the 80s". Words of one length share a line,
 # since Python looks back by a fixed number of characters.
 _BEFORE_S = r"""(?:
-    ^ | (?<=[\n(\[~–-]) | (?<=[^\w\s]\ )  # at the start of the text or of a line, or after a sign
+    ^ | (?<=[\n(\[~–-]) | (?<=[^\w\s]\ )  # at the start of the text or of a line, or after a punctuation mark
     | (?<=\ba\ )
     | (?<=\b(?:at|to|by|in|or|of)\ )
     | (?<=\b(?:for|and)\ )
@@ -116,13 +116,14 @@ class Summary:
     text: str  # a line for each chapter: its video, its times, and what the model says about it, without times
     # One text that the model makes from the texts of all chapters. It is `None`
     # - if there is only one chapter;
-    # - if there are more chapters than `max_new_tokens`, or their texts are too long for the model's positions;
+    # - if there are more chapters than `max_new_tokens`, since it could not mention them all;
+    # - if the texts of the chapters are too long for the model's positions;
     # - if it states a time, since the model is told no times;
-    # - if it leaves a chapter out, which means that it has none of the words that set the chapter apart. These are the
-    #   words that at most half of the chapters have, or all words of the chapter if it has no such words.
+    # - if it leaves a chapter out: it has no word that is typical of this chapter. Words are typical if at most half of
+    #   the chapters have them. If a chapter has no such word, all of its words count as typical.
     overview: str | None
     chapters: list[Chapter]
-    warnings: list[str]  # as in `EncodedVideo`
+    warnings: list[str]  # as in `AboutVideo`
     frames: int  # how many the model saw
     seconds_of_video: float
     unheard: bool  # whether a video has sound, which the model does not hear
@@ -162,7 +163,8 @@ def summarise(
         names: the videos to summarise; all of them by default.
         chapter_seconds: the most seconds of a chapter. A longer stretch is split where its features change most, or in
             the middle if they change equally. By default a minute, or the longest video in the model's training
-            (`trained_seconds`) if that is shorter. It is raised until there are at most `max_visual_tokens` chapters.
+            (`trained_seconds`) if that is shorter. It is raised until there are at most `max_visual_tokens` chapters,
+            since every chapter needs a token.
         retention, selection: as for `answer_questions`. By default the fraction is `rho_max` of the configuration: a
             prompt about everything needs more tokens than a question about one thing.
         max_visual_tokens: the most that are kept of a video, shared out equally among its chapters.
@@ -197,13 +199,13 @@ def summarise(
         retention = selector.rho_max
     chapters = []
     lines = []
-    facts = []
+    abouts = []
     warnings = list(source.warnings)
     for name in names:
         video = source.video(name)
         if isinstance(video, Remembered):
             raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
-        facts.append(video.about)
+        abouts.append(video.about)
         warnings += video.about.warnings
         bounds = chapter_steps(video, chapter_seconds, max_visual_tokens or inf)
         tokens_of_chapter = None
@@ -236,9 +238,9 @@ def summarise(
         overview=_overview(model, processor, chapters, options),
         chapters=chapters,
         warnings=list(dict.fromkeys(warnings)),
-        frames=sum(video.frames for video in facts),
-        seconds_of_video=sum(video.length for video in facts),
-        unheard=any(video.sound for video in facts),
+        frames=sum(about.frames for about in abouts),
+        seconds_of_video=sum(about.length for about in abouts),
+        unheard=any(about.sound for about in abouts),
     )
 
 
@@ -275,7 +277,7 @@ def chapter_steps(video: EncodedVideo, longest: float, max_chapters: float = inf
         chapters = list(split(0, num_steps))
         if len(chapters) <= max_chapters:
             return chapters
-        longest *= 1.1
+        longest *= 1.1  # `split` reads the new value
 
 
 def _without_repetition(text: str) -> str:
@@ -294,6 +296,7 @@ def _overview(
     # With less than one new token for each chapter an overview cannot mention them all.
     if not 1 < len(texts) <= options["max_new_tokens"]:
         return None
+    # If the texts are too long, `_join` gives an empty text, which leaves out all of them.
     overview = _join(model, processor, texts, options)
     if _TIME.search(overview) or _leaves_out(overview, texts):
         return None
@@ -301,14 +304,14 @@ def _overview(
 
 
 def _leaves_out(joined: str, texts: Sequence[str]) -> bool:
-    """Whether a joined text leaves out one of the texts: it has none of the words that set that text apart."""
+    """Whether a joined text leaves out one of the texts: it has no word that is typical of that text."""
     words_of_texts = [set(_WORD.findall(text.lower())) for text in texts]
     counts = Counter(chain.from_iterable(words_of_texts))
     common = {word for word, count in counts.items() if count > len(texts) / 2}
     joined_words = _WORD.findall(joined.lower())
     for words in words_of_texts:
-        distinctive = words - common or words
-        if distinctive.isdisjoint(joined_words):
+        typical = (words - common) or words
+        if typical.isdisjoint(joined_words):
             return True
     return False
 
