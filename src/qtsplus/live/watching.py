@@ -231,7 +231,7 @@ class Source:
         if container.format.flags & ARBITRARY_CLOCK:  # such as that of MPEG-TS, which need not begin at 0
             begin = (container.start_time or 0) / av.time_base
         camera_clock = _CameraClock(self.began, opened, has_times)
-        for frame, after in with_next(self._frames(container, stream, clock), self.is_camera):
+        for frame, after in with_next(self._frames(container, stream, clock), live=self.is_camera):
             if frame.time is None or not (has_times or self.is_camera):
                 raise ValueError("its frames have no times")
             if after is not None and frame.time > (after.time or 0) + LEAP:
@@ -243,7 +243,7 @@ class Source:
 
     def _frames(self, container, stream, clock: Clock) -> Iterator[av.VideoFrame]:
         """The decoded frames. The newest sentence about damage replaces earlier ones."""
-        for packet in clock.over(self._packets(container, stream), self.is_camera):
+        for packet in clock.over(self._packets(container, stream), live=self.is_camera):
             try:
                 frames = packet.decode()
             except UNDECODABLE:
@@ -261,7 +261,7 @@ class Source:
             yield from read_packets(container, stream)
         except OSError as error:
             # If a server states no length, FFmpeg takes the end of the video for an error.
-            has_length = container.size is not None and container.size > 0
+            has_length = (container.size or 0) > 0
             if error.errno != errno.EIO or has_length or not self.scheme.startswith("http"):
                 raise
             last = av.Packet()  # an empty packet makes the decoder return the frames that it still holds
