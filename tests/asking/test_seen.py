@@ -103,9 +103,13 @@ def test_ask_prints_it_with_its_threshold(with_selector, tiny_mp4, threshold, ve
     assert f"shown {verdict} (seen" in printed
 
 
-def test_watch_refuses_to_wait_for_what_the_model_cannot_say(with_selector, tiny_mp4):
-    folder = with_selector(seen_threshold=None, seen_area=None)
-    options = ["--when-seen", "--timeout", "0.2"]
+@pytest.mark.parametrize(
+    ("calibration", "selection"),
+    [({"seen_threshold": None, "seen_area": None}, "qtsplus"), ({"seen_threshold": 0.1, "seen_area": 0.9}, "uniform")],
+)
+def test_watch_refuses_to_wait_for_what_cannot_be_said(with_selector, tiny_mp4, calibration, selection):
+    folder = with_selector(**calibration)
+    options = ["--when-seen", "--timeout", "0.2", "--selection", selection]
     printed, code = run("watch", tiny_mp4, QUESTION, "--model", folder, *options)
     assert code == 2
     assert "seen_threshold in its config.json" in printed

@@ -103,4 +103,4 @@ def test_training_starts_from_a_stock_model(backbone, saved, prepare):
 def test_a_format_that_is_not_known_says_so(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qts_plus_internvl2_5_causal_lm"}')
     with pytest.raises(ValueError, match="a reference QTSplus on Qwen2.5-VL"):
-        convert(tmp_path, tmp_path / "out")
+        convert(tmp_path, tmp_path.with_suffix(".out"))

@@ -46,9 +46,7 @@ def evaluate(
         fail("--retention has no effect with --selection all, which keeps every token")
     if len({match == "judge", judge is not None, judge_model is not None}) > 1:
         fail("--match judge, --judge and --judge-model belong together")
-    matcher: Matcher = gives_answer
-    if match == "exact":
-        matcher = is_exact
+    matcher: Matcher = is_exact if match == "exact" else gives_answer
     if judge is not None and judge_model is not None:
         matcher = judge_at(judge, judge_model)
     questions = [record for record in read_records(records, media_root) if record.video is not None]
@@ -64,13 +62,16 @@ def evaluate(
     )
     summary = tally(asked)
     for video in summary["unreadable"]:
-        wrong = counted(video["questions"], "question")
-        note(f"{wrong} counted as wrong, since the video {video['video']} cannot be read: {video['reason']}")
+        note(f"{counted(video['questions'], 'question')} about {video['video']} counted as wrong: {video['reason']}")
     if summary["kept"] is None:
-        fail(f"no video of {records} can be read, so nothing was asked", 1)
+        fail(f"no question of {records} could be asked", 1)
     if as_json:
-        answers = [dict(answer.record.row(), said=answer.said, correct=answer.correct) for answer in asked]
-        print_json(dict(summary, answers=answers))
+        print_json(
+            dict(
+                summary,
+                answers=[dict(answer.record.row(), said=answer.said, correct=answer.correct) for answer in asked],
+            )
+        )
         return
     table = Table("kind", "questions", "videos", "accuracy", "95% interval", "kept")
     for kind, row in (summary["kinds"] | {"all": summary}).items():

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from ..asking.evidence import Interval
     from ..asking.session import Answer
 
+_NOT_SEEN = (
+    "--when-seen needs a model with a null token and a calibration, from which on a video shows what is asked for "
+    "(seen_threshold in its config.json), and a --selection by its scores. Use --on-change."
+)
+
 
 @command
 def watch(
@@ -55,10 +60,7 @@ def watch(
     named = named_sources(sources)
     loaded, processor = source.load(selection)
     if when_seen and not loaded.config.qtsplus_config.says_seen:
-        fail(
-            "--when-seen needs a model with a null token and a calibration, from which on a video shows what is "
-            "asked for; this model has none (seen_threshold in its config.json). Use --on-change."
-        )
+        fail(_NOT_SEEN)
     answers = watching.watch(
         loaded,
         processor,
@@ -102,6 +104,8 @@ def _told(
     is_seen = False
     seconds = 0.0  # of video before the answer
     for answer in answers:
+        if when_seen and answer.shown is None:
+            fail(_NOT_SEEN)
         was_seen = is_seen
         evidence = answer.evidence
         if when_seen:  # the memory may also show it where it was seen long ago
@@ -124,8 +128,7 @@ def named_sources(sources: list[str]) -> dict[str, str]:
         if match:
             name, address = match.groups()
         else:
-            path = re.split(r"[?#]", source)[0]
-            name = PurePath(path).name
+            name = PurePath(re.split(r"[?#]", source)[0]).name
             address = source
         name = printable(name)
         if name in named:

@@ -39,7 +39,7 @@ class Outcome:
     visual_tokens: int = 0
     kept_tokens: int = 0  # how many visual tokens the language model read
     correct: bool = False
-    unreadable: str | None = None  # why its video could not be read
+    unreadable: str | None = None  # why it could not be asked, such as a video that cannot be read
 
 
 def evaluate_records(
@@ -110,25 +110,24 @@ def tally(outcomes: Sequence[Outcome]) -> dict:
     """
     Counts questions and videos, and gives the accuracy, its Wilson 95% interval and the kept fraction (`None` if no
     video could be read): for all questions and for each kind. The interval counts videos, since questions about one
-    video are not independent. Videos that could not be read are listed with the number of their questions.
+    video are not independent. Videos about which questions could not be asked are listed with the reason of the first
+    and with the number of such questions.
     """
     by_kind: dict[str, list[Outcome]] = {}
     unreadable: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
-        record = outcome.record
-        by_kind.setdefault(record.kind, []).append(outcome)
+        by_kind.setdefault(outcome.record.kind, []).append(outcome)
         if outcome.unreadable is not None:
-            video = str(record.video)
-            entry = unreadable.setdefault(video, {"video": video, "reason": outcome.unreadable, "questions": 0})
-            entry["questions"] += 1
-    kinds = {kind: _row(by_kind[kind]) for kind in sorted(by_kind)}
+            video = str(outcome.record.video)
+            unread = {"video": video, "reason": outcome.unreadable, "questions": 0}
+            unreadable.setdefault(video, unread)["questions"] += 1
+    kinds = {kind: _row(asked) for kind, asked in sorted(by_kind.items())}
     return _row(outcomes) | {"kinds": kinds, "unreadable": list(unreadable.values())}
 
 
 def _row(outcomes: Sequence[Outcome]) -> dict:
     videos = len({outcome.record.video for outcome in outcomes})
     visual_tokens = sum(outcome.visual_tokens for outcome in outcomes)
-    kept_tokens = sum(outcome.kept_tokens for outcome in outcomes)
     accuracy = sum(outcome.correct for outcome in outcomes) / len(outcomes)
     low, high = _wilson_interval(accuracy, videos)
     return {
@@ -137,7 +136,7 @@ def _row(outcomes: Sequence[Outcome]) -> dict:
         "accuracy": accuracy,
         "low": low,
         "high": high,
-        "kept": kept_tokens / visual_tokens if visual_tokens else None,
+        "kept": sum(outcome.kept_tokens for outcome in outcomes) / visual_tokens if visual_tokens else None,
     }
 
 
