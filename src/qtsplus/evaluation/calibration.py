@@ -76,7 +76,7 @@ class Calibration:
     @property
     def best(self) -> AttentionChoice:
         """The choice with the largest lead."""
-        return max(self.choices, key=lambda choice: self.choices[choice].lead)
+        return _by_lead(self.choices)[0]
 
 
 def attention_fields(reading: AttentionChoice) -> dict:
@@ -172,10 +172,15 @@ def halves(questions: Questions) -> Sequence[Questions]:
     return [[question for question in questions if question.video in half] for half in (videos[::2], videos[1::2])]
 
 
+def _by_lead(found: Found) -> list[AttentionChoice]:
+    """The choices, those with the largest lead first."""
+    return sorted(found, key=lambda choice: found[choice].lead, reverse=True)
+
+
 def _best_layers(single: Found) -> list[AttentionChoice]:
     """The best heads of the [`LAYERS`] layers whose best head has the largest lead."""
     by_layer: dict[int, Found] = {}
-    for choice in sorted(single, key=lambda choice: single[choice].lead, reverse=True):
+    for choice in _by_lead(single):
         layer = attention_fields(choice)["attention_layer"]
         by_layer.setdefault(layer, {})[choice] = single[choice]
     return [best_heads(found) for found in list(by_layer.values())[:LAYERS]]
@@ -235,7 +240,7 @@ def _attention_by_head(
 
 def best_heads(found: Found) -> AttentionChoice:
     """The sum of at most [`MOST`] single heads: those with the largest lead, each at least half of the best one's."""
-    single = sorted(found, key=lambda choice: found[choice].lead, reverse=True)
+    single = _by_lead(found)
     lead = found[single[0]].lead
     least = min(lead, lead / 2)  # a negative lead keeps only its equals
     best = [choice.heads or () for choice in single[:MOST] if found[choice].lead >= least]

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from string import ascii_uppercase
 from typing import Any
 
@@ -93,16 +94,16 @@ def evaluate_records(
         )
         for number, result in results:
             record = asked[number]
-            if not isinstance(result, Answer):
+            if isinstance(result, Answer):
+                outcomes[record] = Outcome(
+                    record,
+                    said=result.answer,
+                    visual_tokens=result.visual_tokens,
+                    kept_tokens=result.kept_tokens,
+                    correct=matcher(record, result.answer),
+                )
+            else:
                 outcomes[record] = Outcome(record, unreadable=first_line(result))
-                continue
-            outcomes[record] = Outcome(
-                record,
-                said=result.answer,
-                visual_tokens=result.visual_tokens,
-                kept_tokens=result.kept_tokens,
-                correct=matcher(record, result.answer),
-            )
     return [outcomes[record] for record in records]
 
 
@@ -121,14 +122,16 @@ def tally(outcomes: Sequence[Outcome]) -> dict:
             video = str(outcome.record.video)
             unread = {"video": video, "reason": outcome.unreadable, "questions": 0}
             unreadable.setdefault(video, unread)["questions"] += 1
-    kinds = {kind: _row(asked) for kind, asked in sorted(by_kind.items())}
-    return _row(outcomes) | {"kinds": kinds, "unreadable": list(unreadable.values())}
+    return _row(outcomes) | {
+        "kinds": {kind: _row(asked) for kind, asked in sorted(by_kind.items())},
+        "unreadable": list(unreadable.values()),
+    }
 
 
 def _row(outcomes: Sequence[Outcome]) -> dict:
     videos = len({outcome.record.video for outcome in outcomes})
     visual_tokens = sum(outcome.visual_tokens for outcome in outcomes)
-    accuracy = sum(outcome.correct for outcome in outcomes) / len(outcomes)
+    accuracy = fmean(outcome.correct for outcome in outcomes)
     low, high = _wilson_interval(accuracy, videos)
     return {
         "questions": len(outcomes),

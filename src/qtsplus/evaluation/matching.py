@@ -36,8 +36,9 @@ _NUMBERS = {
     r"(?<=\d) thousand\b": "000",
     r"(?<=\d) million\b": "000000",
 }
-# A word or a number that counts.
+# A word or a number that counts, or no text where a clause ends and another follows.
 _WORD = r"""(?x)
+    (?<=\w) (?= [.,!?]\W{1,9}\w | \ but\b ) |
     # Articles do not count; "A+" and "A#" are not articles.
     (?<!\w) (?! (?:an?|the)(?![\w'+\#]) )
     # the sign and the leading point of a number: "-5", ".5"
@@ -48,6 +49,10 @@ _WORD = r"""(?x)
         | (?<=\w)'(?=\w) | (?<=\d)(?:[.,:-]|\ (?:or|to)\ )(?=\d) )+
     # the signs at the end of "C++" and "C#"
     (?: [+\#]+(?!\w) )?
+"""
+# A line of `_words` with a number that is not denied.
+_COUNT = r"""(?xm)
+    ^ (?<!\bnot\n) (?<!\bnot\nexactly\n) (?<!\bcannot\nbe\n) (?<!\bthan\n) (?<!\bat\nleast\n) (?<!\bat\nmost\n) \d+$
 """
 # Which letter a text chooses is read from a sketch of it: letters of options stay, and each other word becomes a sign.
 # "The answer is not (A) but B." becomes "_!=~@A=B,". The signs mean:
@@ -64,6 +69,7 @@ _SKETCH = {
     r"([A-Za-z])[)\]}*\"'”]+(?!\w)": r" option \1 ",
     r"[\"“](?=\w\w)": "",  # a quotation mark before a word
     r"[^\w ]|_": ",",
+    r"\b(?i:all|anything|everything) but\b": "~",  # "all but B" rules B out
     # Words after which the chosen letter follows; in Chinese, the end of "answer", and "choose" but not "option".
     r"\b(?i:answer|boxed|pick|chose|choose|select|likely|probably|definitely|clearly)\b|案|选(?!项)": "!",
     # Other words beside a letter. "ca" is left of "can't"; the Chinese words mean "is".
@@ -72,7 +78,7 @@ _SKETCH = {
     r"\b(?i:are|were)\b": "+",
     r"\b(?i:option|choice|letter)s?\b": "@",
     # Words between letters; the Chinese words mean "or" and "and".
-    r"\b(?i:or|and|both|maybe|perhaps)\b|或|和": "&",
+    r"\b(?i:or|and|both|either|maybe|perhaps)\b|或|和": "&",
     # A letter right after one of these is not the chosen one.
     r"\b(?i:because|since|as|which|in)\b": "<",
     # Words that rule a letter out; the Chinese words mean "not".
@@ -82,7 +88,8 @@ _SKETCH = {
     r"[\u2e80-\ud7a3]": ",",  # other words of scripts without spaces
 }
 _RULED_OUT = r"""(?x)
-    ~[=@!]*[A-Z] (?:[&~@]+[A-Z])* (?![_!])    # "not A", "neither A nor B"; not in "not A dog" or "not A likely one"
+    ~[=@!]* (?:=_{1,2}![=@]*)?                # "not", "not think the answer is"
+    [A-Z] (?:[&~@]+[A-Z])* (?![_!])           # "not A", "neither A nor B"; not in "not A dog" or "not A likely one"
     | [A-Z][=!]+~ (?!=?/)                     # "A is not"; not in "A is not wrong"
     | (?:[A-Z][,&@]{0,9}){1,9} \+ (?:~(?!/)|/)  # "A and B are not", "A and B are wrong"; not in "A and B are not wrong"
     | [A-Z] [=,]* /                           # "A is wrong", "A: wrong"
@@ -112,9 +119,9 @@ def is_exact(record: VideoRecord, said: str) -> bool:
 def gives_answer(record: VideoRecord, said: str) -> bool:
     """
     Whether a sentence gives the record's answer. With options, the sentence must choose the right one, by its letter or
-    by its text. "Yes" or "no" must be the first of the two that is said. A number must be the only number, or the
-    first word unless this begins a range such as "4 or 5". Any other answer must be said in the same words, and not be
-    denied or be one of two, as in "red or blue". Case, punctuation and articles do not count.
+    by its text. "Yes" or "no" must be the first of the two that is said. A number must be the only number that is not
+    denied, or the first word unless this begins a range such as "4 or 5". Any other answer must be said in the same
+    words, and not be denied or be one of two, as in "red or blue". Case, articles and most punctuation do not count.
     """
     if record.options:
         right = _chosen(record.answer, record.options)
@@ -124,7 +131,7 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
     if expected in ("yes", "no"):
         return re.findall("(?m)^(?:yes|no)$", words)[:1] == [expected]
     if expected.isdecimal():  # `_WORD` takes a range such as "4 or 5" for one word
-        return words.split("\n")[0] == expected or set(re.findall(r"(?m)^\d+$", words)) == {expected}
+        return words.split("\n")[0] == expected or set(re.findall(_COUNT, words)) == {expected}
     return _says(words, expected)
 
 
@@ -136,18 +143,27 @@ def _rewritten(text: str, rules: dict[str, str] = _PLAIN) -> str:
 
 
 def _words(text: str) -> str:
-    """The words that count, one a line, with numbers in digits; a text of signs alone is one word."""
+    """
+    The words that count, one a line, with numbers in digits, and an empty line between clauses. A text of signs alone
+    is one word.
+    """
     plain = _rewritten(text).casefold()
     plain = re.sub(r"\w+", lambda word: _DIGITS.get(word[0], word[0]), plain)
     plain = _rewritten(plain, _NUMBERS)
-    return "\n".join(re.findall(_WORD, plain)) or plain
+    return "\n".join(re.findall(_WORD, plain)).strip() or plain
 
 
 def _says(words: str, expected: str) -> bool:
-    """Whether the expected words are said, with no "or" after them, and no denial or "or" in the three words before."""
+    """
+    Whether the expected words are said, with no "or" after them, and no denial or "or" in the three words of a clause
+    before.
+    """
+    expected = re.escape(expected).replace("\\\n", "$\n*")  # a clause may end between them
     # At each place where the expected words are found, group 1 is the denial before them, or empty.
     return "" in re.findall(
-        rf"(?m)^((?:not|no|never|without|or)\n(?:.+\n){{0,2}})?{re.escape(expected)}$(?!\nor$)", words
+        r"(?m)^((?:not|no|never|without|or|nor|neither|nothing|cannot|rather\nthan|instead\nof)\n(?:.+\n){0,2})?"
+        rf"{expected}$(?!\n+or$)",
+        words,
     )
 
 
