@@ -314,16 +314,20 @@ def test_every_input_stands_in_the_signatures(model):
     assert names <= set(trainer._signature_columns)
 
 
-def test_a_method_may_write_into_the_tensor_that_it_returned_before():
+def test_a_method_may_write_into_the_tensor_that_it_returned_before_and_a_hook_into_what_is_kept():
     model = tiny_model()
     inputs = batch(prompt(videos=[(4, 4, 6)]))
     kept = torch.arange(2)
-    columns = []
 
     def next_tokens(candidates, n):
         return kept.add_(1)
 
-    for _ in range(2):
-        output = model(**inputs, selection=next_tokens, max_visual_tokens=2)
-        columns.append(output.qtsplus.columns)
-    assert not torch.equal(*columns)
+    def one_back(module, arguments, result):
+        result[1].kept_indices[0].sub_(1)
+
+    def columns():
+        return model(**inputs, selection=next_tokens, max_visual_tokens=2).qtsplus.columns
+
+    before = columns()
+    model.model.qtsplus.register_forward_hook(one_back)
+    assert torch.equal(columns(), before)

@@ -180,7 +180,7 @@ class Kept:
     def of(cls, chosen: QTSplusOutput, row: int) -> "Kept":
         assert chosen.kept_indices is not None and chosen.rho is not None
         return cls(
-            indices=chosen.kept_indices[row].cpu(),
+            indices=chosen.kept_indices[row],
             relevance=chosen.relevance[row] if chosen.relevance else None,  # one tensor per row
             rho=float(chosen.rho[row]),
             seen=None if chosen.seen is None else float(chosen.seen[row]),

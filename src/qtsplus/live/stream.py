@@ -274,9 +274,7 @@ class Stream:
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
         policy = find_method(self.policy)  # refuses what is neither a function nor the name of a method
         kept = policy(self._competing(cameras), count)
-        if isinstance(kept, Tensor):
-            kept = kept.cpu()
-        check_kept([(kept, count, self.num_tokens)], policy)  # as for a batch with one row
+        (kept,) = check_kept([(kept, count, self.num_tokens)], policy)  # as for a batch with one row
         first = 0
         for camera in cameras:
             end = first + len(camera.tokens)

@@ -304,7 +304,7 @@ def log_attention(
         row_of_group = row.only(group)
         alone = replace(reading.layout, input_ids=reading.layout.input_ids[index : index + 1], rows=[row_of_group])
         everything = QTSplusOutput(kept_indices=(torch.arange(len(group)),))
-        prompt = splice(model, alone, features, [take_rows(sources, group)], everything, pad_left=False)
+        prompt = splice(model, alone, features, [take_rows(sources, group, group)], everything, pad_left=False)
         place = torch.searchsorted(row_of_group.columns, row.columns[looking : looking + 1])
         visual = row_of_group.candidates.to(device, non_blocking=True)
         attention = model.group_attention(prompt, visual, place)

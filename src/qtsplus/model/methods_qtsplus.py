@@ -17,7 +17,6 @@ from traceback import extract_tb
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .numbers_qtsplus import is_number, require_count
 
@@ -222,7 +221,8 @@ def coverage(candidates: Candidates, n: int) -> Tensor:
     steps_of_tokens = []
     with torch.autocast(visual.device.type, enabled=False):
         for frames, means_of_video, steps_of_video in by_video:
-            similarities.append((frames @ means_of_video[:, :, None]).flatten())
+            similarity = frames @ means_of_video[:, :, None]
+            similarities.append(similarity.flatten())
             steps_of_tokens.append(steps_of_video.repeat_interleave(frames.shape[1]))
         distance = 1 - torch.cat(similarities)
         neighbours = Neighbours(features, directions, torch.cat(steps_of_tokens), reach)
@@ -363,32 +363,23 @@ def true_places(mask: Tensor, n: int) -> Tensor:
     return places[:n]
 
 
-_on_host = WeakTensorKeyDictionary()  # what [`to_host`] has copied, such as kept indices when they were checked
+def take_rows(
+    parts: TensorSequence,
+    indices: Tensor,
+    on_host: Tensor,
+) -> Tensor:
+    """
+    `[n, d]`, the rows of `parts` at ascending indices, counted as if the parts were one tensor.
 
-
-def to_host(rows: TensorSequence) -> TensorSequence:
-    """The tensors, `[k]` each, on the host, which waits once for all of them; never for those that it has."""
-    if not all(row in _on_host for row in rows):
-        joined = torch.cat(list(rows)).cpu()
-        _on_host.update(zip(rows, joined.split(list(map(len, rows))), strict=True))
-    return [_on_host[row] for row in rows]
-
-
-def take_from_all(samples: Sequence[TensorSequence], indices: TensorSequence) -> list[Tensor]:
-    """[`take_rows`] of each of several samples."""
-    if any(len(parts) > 1 for parts in samples):
-        indices = to_host(indices)
-    return list(map(take_rows, samples, indices))
-
-
-def take_rows(parts: TensorSequence, indices: Tensor) -> Tensor:
-    """`[n, d]`, the rows of `parts` at ascending indices, counted as if the parts were one tensor."""
+    Args:
+        on_host: the same indices on the host, which divides them among the parts.
+    """
     if len(parts) == 1:
         if len(indices) == len(parts[0]):
             return parts[0]
         return parts[0][indices]
     starts = list(accumulate(map(len, parts), initial=0))
-    bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device))
+    bounds = torch.searchsorted(on_host, torch.tensor(starts))
     counts = bounds.diff().tolist()
     by_part = zip(parts, starts[:-1], indices.split(counts), strict=True)
     return torch.cat([part[chosen - start] for part, start, chosen in by_part])
@@ -484,33 +475,37 @@ def check_kept(
     choices: Sequence[tuple[Tensor, int, int]],
     selection: MethodOrName,
     video_features: TensorSequence = (),
-) -> None:
+) -> TensorSequence:
     """
-    Raises `ValueError` if what a method chose is not `[n]` ascending indices of tokens, or if features hold NaN or
-    infinity. One transfer to the host tells whether all are right; [`to_host`] needs no other for the indices.
+    The indices of each row on the host, which waits once for all of them and for what the checks need.
 
     Args:
         choices: for each row, what the method chose, n and M.
         video_features: features that the caller gave.
+
+    Raises:
+        ValueError: what a method chose is not `[n]` ascending indices of tokens; features hold NaN or infinity.
     """
     parts = []
     for kept, n, _ in choices:
         if not isinstance(kept, Tensor) or kept.shape != (n,) or kept.dtype != torch.int64:
             raise _wrong_choice(selection)
-        _on_host.pop(kept, None)  # the method may have written into a tensor of an earlier call
         parts.append(kept)
     parts += [is_finite(tokens)[None] for tokens in video_features]
-    if not any(map(len, parts)):
-        return
-    on_host = to_host(parts)
-    if not all(map(torch.all, on_host[len(choices) :])):
+    joined = torch.cat(parts).cpu()
+    on_host = joined.split([len(part) for part in parts])
+    kept_indices = on_host[: len(choices)]
+    are_finite = on_host[len(choices) :]
+    if not all(map(torch.all, are_finite)):
         raise ValueError(
             "NaN or infinity in the features of a video: expected finite values, as encoding it returns them."
         )
-    for (_, _, num_tokens), indices in zip(choices, on_host, strict=False):
+    for (_, _, num_tokens), indices in zip(choices, kept_indices, strict=True):
         is_outside = (indices < 0) | (indices >= num_tokens)
-        if is_outside.any() or (indices.diff() < 1).any():
+        is_ascending = indices.diff() > 0
+        if is_outside.any() or not is_ascending.all():
             raise _wrong_choice(selection)
+    return kept_indices
 
 
 def _wrong_choice(selection: MethodOrName) -> ValueError:

@@ -19,7 +19,7 @@ from .encoding_qtsplus import Device, PatchProjection, encode_modality, encode_v
 from .generation_qtsplus import QTSplusGenerationMixin
 from .layout_qtsplus import QTSplusBackboneMixin, are_packed, check_grids, lay_out
 from .lm_attention_qtsplus import GroupAttention, check_attention, log_attention, read_group, reading_of
-from .methods_qtsplus import take_from_all
+from .methods_qtsplus import take_rows
 from .prompt_qtsplus import (
     CACHE,
     IMAGE,
@@ -127,8 +127,12 @@ def choose(
     if nothing.shape[1] == width:
         return selected, qtsplus
     # Features that a backbone puts behind a token's own, such as DeepStack's, are kept with the token.
-    behind = take_from_all([[part[:, width:] for part in parts] for parts in sources], qtsplus.kept_indices)
-    return [torch.cat(parts, dim=1) for parts in zip(selected, behind, strict=True)], qtsplus
+    with_behind = []
+    for tokens, parts, kept_indices in zip(selected, sources, qtsplus.kept_indices, strict=True):
+        parts_behind = [part[:, width:] for part in parts]
+        behind = take_rows(parts_behind, kept_indices.to(device, non_blocking=True), kept_indices)
+        with_behind.append(torch.cat([tokens, behind], dim=1))
+    return with_behind, qtsplus
 
 
 class QTSplusModelMixin(QTSplusBackboneMixin):

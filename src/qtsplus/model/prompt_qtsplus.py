@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
-from .methods_qtsplus import Grid, MethodOrName, TensorSequence, to_host
+from .methods_qtsplus import Grid, MethodOrName, TensorSequence
 from .question_qtsplus import find_query_mask, question_token_ids
 from .selector_qtsplus import Fractions, QTSplusOutput
 
@@ -391,7 +391,7 @@ def splice(
     positions = []
     image_features = []
     video_features = []
-    for row, tokens, kept_indices in zip(layout.rows, selected, to_host(qtsplus.kept_indices or ()), strict=True):
+    for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
         keep = row.keep(kept_indices)
         columns.append(row.columns[keep])
         positions.append(row.language_positions.T[keep])

@@ -27,7 +27,7 @@ from .methods_qtsplus import (
     check_kept,
     find_method,
     no_question,
-    take_from_all,
+    take_rows,
     top_n,
     true_places,
 )
@@ -282,7 +282,8 @@ class QTSplusOutput(ModelOutput):
     rho: Tensor | None = None  # [B] float32, the fraction aimed at; 0 in rows without visual tokens
     num_tokens: Tensor | None = None  # [B] int64, the visual tokens that compete (M)
     n: Tensor | None = None  # [B] int64, kept tokens
-    kept_indices: Tensors | None = None  # [n_b] int64 each, ascending, into the row's visual tokens
+    # [n_b] int64 each, ascending, into the row's visual tokens; on the host, which shortens the prompt by them.
+    kept_indices: Tensors | None = None
     threshold: Tensor | None = None  # [B] float32, the training gate's t, or 0; None at inference
     loss_t: Tensor | None = None  # scalars, the weighted compute-aware penalties
     loss_m: Tensor | None = None
@@ -423,9 +424,12 @@ class QTSplusSelector(nn.Module):
         rows = read_together([choose(self.config, *row, call) for row in zip(competing, budgets, strict=True)])
         keys.clear()
         choices = [(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in rows]
-        check_kept(choices, call.selection, unchecked)
+        kept_indices = check_kept(choices, call.selection, unchecked)
 
-        taken = take_from_all(videos, [row.kept_indices for row in rows])
+        taken = [
+            take_rows(parts, row.kept_indices, on_host)
+            for parts, row, on_host in zip(videos, rows, kept_indices, strict=True)
+        ]
         features = [weigh_tokens(self.config, row, tokens) for row, tokens in zip(rows, taken, strict=True)]
         if reencode:
             kept_positions = None
@@ -434,7 +438,7 @@ class QTSplusSelector(nn.Module):
             features = encode_rows(self, self.reencode_layers, features, kept_positions)
         if anchor is not None:
             features = [tokens + anchor.to(tokens.dtype) for tokens in features]
-        return features, self._output(rows, call)
+        return features, self._output(rows, kept_indices, call)
 
     def _call(
         self,
@@ -463,15 +467,20 @@ class QTSplusSelector(nn.Module):
             sample_gate = self.training
         return Call(selection, retentions, cap, sample_gate)
 
-    def _output(self, rows: Sequence[ChosenRow], call: Call) -> QTSplusOutput:
+    def _output(
+        self,
+        rows: Sequence[ChosenRow],
+        kept_indices: TensorSequence,
+        call: Call,
+    ) -> QTSplusOutput:
         """The decisions, and the penalties of training."""
         rho = torch.stack([row.budget.rho for row in rows])
         loss_t, loss_m, loss_s = self._penalties(rows, call)
         output = QTSplusOutput(
             rho=rho,
             num_tokens=torch.tensor([row.candidates.num_tokens for row in rows], device=rho.device),
-            n=torch.tensor([len(row.kept_indices) for row in rows], device=rho.device),
-            kept_indices=tuple(row.kept_indices for row in rows),
+            n=torch.tensor(list(map(len, kept_indices)), device=rho.device),
+            kept_indices=tuple(kept_indices),
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,

@@ -135,7 +135,7 @@ class QTSplusForVLLM:
             choice = self._choose(item, encoded)
         layout = with_all_times(layout)
         tokens = choice.tokens.to(device)
-        kept = QTSplusOutput(kept_indices=(choice.kept_indices.to(device),))
+        kept = QTSplusOutput(kept_indices=(choice.kept_indices,))
         nothing = hooks.no_features(device)
         features = {IMAGE: [nothing] * len(layout.grids[IMAGE])}
         prompt = splice(hooks, layout, features, [tokens], kept, pad_left=False)
@@ -256,7 +256,7 @@ class QTSplusForVLLM:
         (tokens,), qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection)
         (kept_indices,) = qtsplus.kept_indices or ()
         basis = self._basis(item, qtsplus)
-        return Choice(tokens.cpu(), kept_indices.cpu(), basis)
+        return Choice(tokens.cpu(), kept_indices, basis)
 
     def _encode(self, item: Item, encoded: list[Tensor]) -> Generator:
         """
