@@ -60,7 +60,7 @@ FACTORIES = (
 class Counts:
     """
     What has happened on the device since `reset`: waits by operator and line, the most values that were copied to the
-    host at once, and the number of kernels.
+    host at once, the number of kernels, and the dtypes of all tensors.
     """
 
     def __init__(self):
@@ -70,6 +70,7 @@ class Counts:
         self.waits: Counter[str] = Counter()
         self.largest_copy = 0
         self.kernels = 0
+        self.dtypes: set[torch.dtype] = set()
 
     def copy(self, source: Tensor) -> None:
         self.wait("to the host")
@@ -111,6 +112,7 @@ class PretendTensor(Tensor):
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
         tensor = Tensor._make_wrapper_subclass(cls, held.shape, device=torch.device(NAME, 0), **layout)
         tensor.held = held
+        counts.dtypes.add(held.dtype)
         return tensor
 
     @classmethod

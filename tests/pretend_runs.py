@@ -24,11 +24,12 @@ from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.model.methods_qtsplus import METHODS
 from qtsplus.training.attention import answer_attention, relevance_divergences
+from qtsplus.training.budget import RunningMeans
 from qtsplus.training.lora import add_lora, lora_config, merge_lora
 from scenes import Scene
 from tiny import TEXT, VISION, batch, load_bundled, prompt, stock_twin, tiny_model
 from tiny_backbones import BACKBONES
-from training_examples import collate, examples
+from training_examples import collate, examples, make_trainer
 
 pretend_device.start()
 
@@ -80,7 +81,7 @@ class Pair:
         assert_close(output.logits, expected.logits)
         rows = zip(output.qtsplus.kept_indices, expected.qtsplus.kept_indices, strict=True)
         for kept, expected_kept in rows:
-            assert torch.equal(kept.cpu(), expected_kept)
+            assert torch.equal(kept, expected_kept)
         return output, expected
 
     def train(self, inputs: dict) -> None:
@@ -293,6 +294,7 @@ def test_waits_grow_with_neither_steps_nor_layers_and_are_hardly_more_than_stock
     deep = pretend_device.to_device(tiny_model())
     waits.append(waits_of(deep, inputs, retention=0.3))
     assert waits[0] == waits[1] == waits[2]
+    assert torch.float64 not in pretend_device.counts.dtypes
 
 
 @pytest.mark.parametrize("videos", [[(16, 8, 8)], [(4, 8, 8)] * 4])
@@ -408,6 +410,20 @@ def test_gradient_checkpointing():
     for model in pair.models:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     pair.train(collate(examples(4)))
+
+
+def test_the_terms_of_the_objective_need_neither_float64_nor_a_wait_for_each_source(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("qtsplus.training.budget.widest_float", lambda device: torch.float32)
+    trainer = make_trainer(tmp_path)
+    for training, means in trainer.running.items():
+        trainer.running[training] = RunningMeans(means.names, torch.device(pretend_device.NAME))
+    rows = pretend_device.inputs_to_device(collate(examples(4)))
+    pretend_device.counts.reset()
+    _, output = trainer.compute_loss(pair.device, rows, return_outputs=True)
+    waits = "\n".join(pretend_device.counts.waits.elements())
+    assert waits.count("trainer.py") == 2
+    trainer.budget.loss(output.qtsplus, torch.ones(()), training=True, unlimited=True)
+    assert torch.float64 not in pretend_device.counts.dtypes
 
 
 def test_adapters_and_merged_weights(inputs):

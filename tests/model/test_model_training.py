@@ -93,10 +93,13 @@ def assert_relevance_and_budget_are_in_float32(qtsplus):
 
 def test_training_under_autocast_gives_finite_gradients_and_a_float32_budget():
     model = tiny_model().train()
+    inputs = with_labels(mixed_inputs())
+    exact = model(**inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        output = model(**with_labels(mixed_inputs()))
+        output = model(**inputs)
     output.loss.backward()
     assert_relevance_and_budget_are_in_float32(output.qtsplus)
+    torch.testing.assert_close(output.qtsplus.rho, exact.qtsplus.rho, atol=5e-3, rtol=0)
     assert_trained(model)
 
 

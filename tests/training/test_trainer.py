@@ -150,18 +150,6 @@ def test_bf16_training_runs_with_a_mixed_batch(tmp_path):
         assert line["loss"] == pytest.approx(expected["loss"], rel=0.05)
 
 
-def test_relevance_and_budget_stay_in_float32_under_autocast():
-    model = tiny_model(rho_min=0.1, rho_max=0.9).train()
-    inputs, _ = inputs_and_labels()
-    with torch.no_grad():
-        exact = model(**inputs).qtsplus
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            mixed = model(**inputs).qtsplus
-    assert mixed.rho.dtype == torch.float32
-    assert {relevance.dtype for relevance in mixed.relevance} == {torch.float32}
-    torch.testing.assert_close(mixed.rho, exact.rho, atol=5e-3, rtol=0)
-
-
 def test_evaluation_is_a_mean_over_tokens(tmp_path):
     """Also over batches, whose number of tokens differs."""
     inputs, labels = inputs_and_labels()
@@ -172,13 +160,10 @@ def test_evaluation_is_a_mean_over_tokens(tmp_path):
     next_tokens = short_labels[:, 1:].flatten()
     loss = F.cross_entropy(predictions, next_tokens).item()
 
-    def evaluated(batch_size):
+    for batch_size in (4, 1):
         trainer = make_trainer(tmp_path, per_device_eval_batch_size=batch_size)
-        trainer.evaluate()
-        return trainer.state.log_history[-1]
-
-    assert evaluated(4)["eval_loss"] == pytest.approx(loss, rel=1e-5)
-    assert evaluated(1)["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        evaluated = trainer.evaluate()
+        assert evaluated["eval_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_longest_video_of_the_training_is_noted(tmp_path):

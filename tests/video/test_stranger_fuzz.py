@@ -156,7 +156,6 @@ def test_odd_videos_are_read_or_refused(loaded, tmp_path):
 
 # --- Models ---
 
-FILES = ("config.json", "generation_config.json", "processor_config.json", "chat_template.jinja")
 TEXTS = ["'x'", "'x' * 10000000000", "'x'.ljust(9999999999)", "'x'|center(9999999999)", "[0] * 9999999999", "y ~ y"]
 TEXTS += [
     "y * y",

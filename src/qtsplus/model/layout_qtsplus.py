@@ -539,6 +539,8 @@ def _seconds(
             )
         return [1] * len(grids)
     try:
+        if isinstance(seconds, Tensor):
+            seconds = seconds.cpu()  # Apple's GPUs have no float64
         values = torch.as_tensor(seconds, dtype=torch.float64).flatten().tolist()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"second_per_grid_ts={seconds!r}: expected the seconds of each video.") from error

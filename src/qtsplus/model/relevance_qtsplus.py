@@ -88,7 +88,9 @@ class QTSplusLayer(nn.Module):
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
         if reduction is not None:
-            return log_relevance(query_states, self.keys(context) if keys is None else keys, reduction=reduction)
+            if keys is None:
+                keys = self.keys(context)
+            return log_relevance(query_states, keys, reduction=reduction)
         key_states, value_states = self.keys(context, with_values=True).chunk(2)
         if rotary is not None:
             query_states = rotate(query_states, rotary)
@@ -229,7 +231,8 @@ def log_relevance(
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
         query_states = query_states.sum(1, keepdim=True, dtype=precise)
-    queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
+    queries = query_states.reshape(kv_heads, -1, head_dim).to(precise)
+    queries = queries / math.sqrt(head_dim)
     if torch.is_grad_enabled():  # both passes give the keys a gradient, and the sum of these must not be rounded
         key_states = key_states.to(precise)
     num_rows = kv_heads * queries.shape[1]
@@ -238,7 +241,8 @@ def log_relevance(
     blocks = key_states.split(block_size, dim=1)
     if reduction == "sum":
         return _over_blocks(_sum_over_rows, blocks, queries).log_softmax(0)
-    totals = _over_blocks(_total_of_each_row, blocks, queries).logsumexp(-1, keepdim=True)
+    totals_of_blocks = _over_blocks(_total_of_each_row, blocks, queries)
+    totals = totals_of_blocks.logsumexp(-1, keepdim=True)
     if reduction == "max":
         return _over_blocks(_largest_of_rows, blocks, queries, totals)
     return _over_blocks(_sum_over_rows, blocks, queries, totals) - math.log(num_rows)
@@ -280,6 +284,13 @@ def _largest_of_rows(
 # --- Algorithm 2 ---
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on Apple's GPUs, which do not have it."""
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
+
+
 def find_threshold(
     scores: Tensor,
     target: Tensor,
@@ -298,18 +309,21 @@ def find_threshold(
         scores: `[M]`.
         target: scalar tensor, tokens, between 0 and M.
     """
-    precise = torch.float64
-    if scores.device.type == "mps":
-        precise = torch.float32
+    precise = widest_float(scores.device)
     x = scores.detach().to(precise) / tau_s
-    fraction = (target.detach().to(precise) / len(x)).clamp(1e-6, 1 - 1e-6)
+    fraction = target.detach().to(precise) / len(x)
+    fraction = fraction.clamp(1e-6, 1 - 1e-6)
     goal = fraction * len(x)
-    low = x.min() - torch.logit(fraction)
-    widths = (x.max() - x.min()) * torch.logspace(-1, -13, 13, base=16, dtype=precise, device=x.device)
+    lowest = x.min()
+    low = lowest - torch.logit(fraction)
+    shares = torch.logspace(-1, -13, 13, base=16, dtype=precise, device=x.device)
+    widths = (x.max() - lowest) * shares
     numbers = torch.arange(1, 16, device=x.device)[:, None]
     for width in widths:  # the solution is in one of 16 parts, which the next round cuts into 16 again
-        gates = torch.sigmoid(x - (low + numbers * width))
-        low = low + (gates.sum(-1) > goal).sum() * width
+        tried = low + numbers * width
+        sums = torch.sigmoid(x - tried).sum(-1)
+        is_below_solution = sums > goal
+        low = low + is_below_solution.sum() * width
 
     z = x - low
     weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..model.budget_qtsplus import cheapest_count, kept_count
 from ..model.fields_qtsplus import QTSplusConfig
+from ..model.relevance_qtsplus import widest_float
 from ..model.selector_qtsplus import RHO_UNITS, QTSplusSelector
 from .arguments import QTSplusTrainingArguments
 
@@ -32,8 +33,7 @@ class RunningMeans:
 
     def __init__(self, names: tuple[str, ...], device: torch.device):
         self.names = names
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.totals = torch.zeros(len(names), 2, dtype=dtype, device=device)
+        self.totals = torch.zeros(len(names), 2, dtype=widest_float(device), device=device)
 
     def add(self, name: str, values: Tensor) -> None:
         """Adds values that weigh the same."""
@@ -150,16 +150,14 @@ class RhoControl:
 
     def _count_asked(self, rho: Tensor, num_tokens: Tensor) -> None:
         """Adds the counts of the model's own budgets to the log and to the sums of the step."""
-        counts = [
-            kept_count(fraction, total, self.config.n_max)
-            for fraction, total in zip(rho.tolist(), num_tokens.tolist(), strict=True)
-        ]
+        counts = []
+        total_units = 0
+        for fraction, total in zip(rho.tolist(), num_tokens.tolist(), strict=True):
+            counts.append(kept_count(fraction, total, self.config.n_max))
+            total_units += round(fraction * RHO_UNITS)
         n = torch.tensor(counts, dtype=torch.int64, device=rho.device)
         self.running[True].add("n_asked", n)
-        rho_in_units = rho.detach().double() * RHO_UNITS
-        self._step[0] += rho_in_units.round().long().sum()
-        self._step[1] += len(rho)
-        self._step[2] += n.sum()
+        self._step += self._step.new_tensor([total_units, len(counts), sum(counts)])
 
     def _prior(self, rho: Tensor) -> Tensor | float:
         """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""

@@ -217,8 +217,11 @@ class QTSplusTrainer(Trainer):
         """L_SFT of this micro-batch, from the cross-entropy `[n]` of its supervised tokens and their sources `[n]`."""
         running = self.running[training]
         running.add("loss_lm", token_losses)
+        # The host waits once for all sources.
+        losses_and_sources = torch.stack([token_losses.detach(), sources.to(token_losses)])
+        losses, source_of_token = losses_and_sources.cpu()
         for index, source in enumerate(SOURCES):
-            running.add(f"loss_{source}", token_losses[sources == index])
+            running.add(f"loss_{source}", losses[source_of_token == index])
         tokens = counts.tokens
         if self.args.sft_loss == "token_mean":
             tokens = tokens.sum().expand(len(tokens))
@@ -264,15 +267,16 @@ class QTSplusTrainer(Trainer):
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
         targets = labels[:, 1:]
-        supervised = targets != IGNORED
+        is_supervised = targets != IGNORED
+        rows, columns = is_supervised.nonzero(as_tuple=True)
         logits = outputs.logits[:, :-1]
         losses = F.cross_entropy(
-            logits[supervised].float(),
-            targets[supervised],
+            logits[rows, columns].float(),
+            targets[rows, columns],
             reduction="none",
             label_smoothing=smoothing,
         )
-        return outputs, losses, supervised.nonzero()[:, 0]
+        return outputs, losses, rows
 
     def _predicted_losses(self, inputs, labels, qtsplus) -> Tensor:
         """How far off the losses are that the budget head predicts, `[k]` for the samples with visual tokens."""
