@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -147,3 +147,10 @@ _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 def printable(text: str) -> str:
     """A text of others, such as a file's name, on one line: what a terminal would obey, or cannot show, written out."""
     return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def rewritten(text: str, rules: Mapping[str, str]) -> str:
+    """The text after all rules: patterns with their replacements, which are applied in order."""
+    for pattern, replacement in rules.items():
+        text = re.sub(pattern, replacement, text)
+    return text

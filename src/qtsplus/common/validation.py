@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
-from .files import first_line, printable
+from .files import first_line, printable, rewritten
 
 Settings = TypeVar("Settings")
 
@@ -95,7 +95,12 @@ _SAID = {
     "extra_forbidden": _NO_FIELD,
 }
 _EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "model_type": "a mapping", "tuple_type": "a list"}
-_WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
+_WORDS = {
+    "^Input should be ": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+}
 _NAMED = 3  # the most problems that a message describes
 
 
@@ -129,9 +134,7 @@ def _clause(problem) -> str:
         return _SAID[kind]
     if kind == "json_invalid":
         return problem["msg"]
-    expected = _EXPECTED.get(kind, problem["msg"].removeprefix("Input should be "))
-    for word, plain in _WORDS.items():
-        expected = expected.replace(word, plain)
+    expected = rewritten(_EXPECTED.get(kind, problem["msg"]), _WORDS)
     return f"is {show(problem['input'])}; expected {expected}"
 
 

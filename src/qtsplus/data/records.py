@@ -89,8 +89,8 @@ class Choice(VisionRecord):
     def prompt(self) -> str:
         """The question with its options, a line each, and how to answer."""
         lines = [self.question]
-        for letter, option in zip(LETTERS, self.texts(), strict=True):
-            lines.append(f"{letter}. {option}")
+        for letter in get_args(Letter):
+            lines.append(f"{letter}. {self.options[letter]}")
         lines.append(INSTRUCTION)
         return "\n".join(lines)
 
@@ -134,11 +134,8 @@ class VideoRecord:
 
     def row(self) -> dict:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""
-        row = {"video": None, "answer": ""}
-        for name, value in asdict(self).items():
-            if value not in (None, "", ()):
-                row[name] = value
-        return row
+        stated = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
+        return {"video": None, "answer": ""} | stated
 
 
 Record = Caption | Choice | FreeAnswer | VideoRecord

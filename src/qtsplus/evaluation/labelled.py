@@ -1,7 +1,6 @@
 """Questions about videos, with where their answers can be seen."""
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +75,7 @@ class LabelledQuestion:
     @property
     def sightings(self) -> list[Sighting]:
         """All of its needles."""
-        return list(chain.from_iterable(self.needles))
+        return sum(self.needles, [])
 
 
 def labelled_questions(path: Path) -> list[LabelledQuestion]:

@@ -8,14 +8,15 @@ from typing import Any
 _QWEN = ("model.configuration_qtsplus", "model.modeling_qtsplus", "model.processing_qtsplus")
 _QWEN3 = ("model.configuration_qtsplus", "model.modeling_qtsplus_qwen3", "model.processing_qtsplus")
 _FRAMES = ("model.modeling_qtsplus_frames",) * 3
-# The modules of configuration, models and processor and the prefix of their names, by the stock `model_type`.
+# The prefix of the names of our classes, and the modules of configuration, models and processor, by the stock
+# `model_type`.
 _BACKBONES = {
-    "qwen2_5_vl": _QWEN + ("Qwen2_5_VLQTSplus",),
-    "qwen2_vl": _QWEN + ("Qwen2VLQTSplus",),
-    "qwen3_vl": _QWEN3 + ("Qwen3VLQTSplus",),
-    "qwen3_5": _QWEN3 + ("Qwen3_5QTSplus",),
-    "internvl": _FRAMES + ("InternVLQTSplus",),
-    "llava_onevision": _FRAMES + ("LlavaOnevisionQTSplus",),
+    "qwen2_5_vl": ("Qwen2_5_VLQTSplus", _QWEN),
+    "qwen2_vl": ("Qwen2VLQTSplus", _QWEN),
+    "qwen3_vl": ("Qwen3VLQTSplus", _QWEN3),
+    "qwen3_5": ("Qwen3_5QTSplus", _QWEN3),
+    "internvl": ("InternVLQTSplus", _FRAMES),
+    "llava_onevision": ("LlavaOnevisionQTSplus", _FRAMES),
 }
 STOCK_TYPES = sorted(_BACKBONES)
 OURS = "_qtsplus"  # the suffix of our types beside those of the stock models
@@ -37,11 +38,15 @@ class Backbone:
 def class_modules() -> dict[str, str]:
     """The module of each of our classes, by its name."""
     modules = {}
-    for config, model, processor, prefix in _BACKBONES.values():
-        modules[f"{prefix}Config"] = config
-        modules[f"{prefix}Model"] = model
-        modules[f"{prefix}ForConditionalGeneration"] = model
-        modules[f"{prefix}Processor"] = processor
+    for prefix, (config, model, processor) in _BACKBONES.values():
+        modules.update(
+            {
+                f"{prefix}Config": config,
+                f"{prefix}Model": model,
+                f"{prefix}ForConditionalGeneration": model,
+                f"{prefix}Processor": processor,
+            }
+        )
     return modules
 
 
@@ -53,7 +58,7 @@ def backbone_of(model_type: str | None) -> Backbone:
             f"There is no backbone of type {model_type!r}; expected one of {', '.join(STOCK_TYPES)}, or ours of "
             f"these, with {OURS!r} behind."
         )
-    config, model, processor, prefix = _BACKBONES[name]
+    prefix, (config, model, processor) = _BACKBONES[name]
     return Backbone(
         config=_class(config, f"{prefix}Config"),
         model=_class(model, f"{prefix}ForConditionalGeneration"),

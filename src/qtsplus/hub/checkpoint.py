@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ..common.files import rewritten
 from ..common.folders import read_json, reading
 from .backbones import backbone_of
 
@@ -24,21 +25,20 @@ _PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:\0]+", re.DOTALL)  # of a file, wit
 
 # From a checkpoint's names to ours, which are those of Transformers since 4.52: regular expressions with their
 # replacements, applied in turn. Older checkpoints and saved backbones, which have no head, name weights otherwise.
-STOCK = (
-    (r"^language_model\.lm_head\.", "lm_head."),
-    (r"^language_model\.model\.", "model.language_model."),
-    (r"^(?!model\.|lm_head\.)", "model."),
-    (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
-)
-REFERENCE = (
-    (r"^model\.qts_plus\.selector\.", "model.qtsplus."),
-    (r"^(model\.qtsplus\.reencode_layers\.\d+)\.core\.", r"\1."),
-    (r"^(model\.qtsplus\..+)\.ffn\.net\.", r"\1.ffn."),
-    (r"^model\.vision_tower\.", "model.visual."),
-) + STOCK
+STOCK = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^language_model\.model\.": "model.language_model.",
+    r"^(?!model\.|lm_head\.)": "model.",
+    r"^model\.(embed_tokens|layers|norm)\.": r"model.language_model.\1.",
+}
+REFERENCE = {
+    r"^model\.qts_plus\.selector\.": "model.qtsplus.",
+    r"^(model\.qtsplus\.reencode_layers\.\d+)\.core\.": r"\1.",
+    r"^(model\.qtsplus\..+)\.ffn\.net\.": r"\1.ffn.",
+    r"^model\.vision_tower\.": "model.visual.",
+} | STOCK
 
 Weights = dict[str, torch.Tensor]  # by name
-Rules = tuple[tuple[str, str], ...]  # as [`STOCK`]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -77,11 +77,9 @@ def read_checkpoint(folder: Path) -> Weights:
     return tensors
 
 
-def our_name(name: str, rules: Rules = STOCK) -> str:
+def our_name(name: str, rules: Mapping[str, str] = STOCK) -> str:
     """The name in our model of the weight that is called `name` in a checkpoint."""
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
+    return rewritten(name, rules)
 
 
 def on_meta(config):
@@ -94,7 +92,7 @@ def check_weights(
     stored: Mapping[str, torch.Tensor],
     config,
     folder: Path,
-    rules: Rules = STOCK,
+    rules: Mapping[str, str] = STOCK,
     without: str | None = None,
 ) -> Weights:
     """
@@ -106,11 +104,12 @@ def check_weights(
         raise ValueError(f"{folder} is quantized; take the checkpoint that it was made from, and quantize the result.")
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
-    tensors = {}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
-    for key, tensor in stored.items():
-        if not any(re.search(pattern, key) for pattern in ignored):
-            tensors[our_name(key, rules)] = tensor
+    tensors = {
+        our_name(key, rules): tensor
+        for key, tensor in stored.items()
+        if not any(re.search(pattern, key) for pattern in ignored)
+    }
     if config.tie_word_embeddings and EMBEDDINGS in tensors:
         embeddings = tensors[EMBEDDINGS]
         head = tensors.setdefault(HEAD, embeddings)

@@ -229,8 +229,7 @@ def convert_reference_config(
         selector[name] = max(selector[name], 1)
     if not config.get("qts_plus_reencode", True):
         selector["reencode_layers"] = 0
-    known = set(Qwen2_5_VLTextConfig().to_dict()) - _NOT_TEXT
-    known |= {"rope_scaling", "rope_theta", "head_dim"}
+    known = set(Qwen2_5_VLTextConfig().to_dict()) - _NOT_TEXT | {"rope_scaling", "rope_theta", "head_dim"}
     text = {name: value for name, value in config.items() if name in known}
     token_ids = {name: config[name] for name in _TOKEN_IDS if name in config}
     return Qwen2_5_VLQTSplusConfig(
