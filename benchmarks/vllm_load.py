@@ -134,7 +134,7 @@ def publish(model: Any, processor: Any, folder: Path) -> None:
 
 
 def _forget_videos(model: Any) -> None:
-    for known in (model.cache, model.held, model.holds):
+    for known in (model.cache, model.held, model.users):
         known.clear()
 
 

@@ -459,12 +459,12 @@ def test_what_requests_hold_counts_with_the_cache(monkeypatch):
     monkeypatch.setattr(models, "LEAST_HELD", 0)
     model = object.__new__(QTSplusForVLLM)
     model.cache = LRUCache(1200, attrgetter("nbytes"))
-    model.held, model.holds, model.pieces = {}, Counter(), {}
+    model.held, model.users, model.preparations = {}, Counter(), {}
     model._encode = lambda *_: (None for _ in range(1))
     model._choose = lambda item, features: models.Choice(torch.zeros(100), torch.zeros(1).long(), {})
 
     def prepare(key):
-        settings = as_bytes({"key": key, "hashes": [], "front": "", "selection": "uniform"})
+        settings = as_bytes({"key": key, "hashes": [], "prefix": "", "selection": "uniform"})
         return model.prepare({"settings": settings})
 
     assert prepare("a") == 1

@@ -266,7 +266,7 @@ def test_a_part_that_is_no_address_is_refused(server, clips):
         ({"type": "video_url", "video_url": None, "uuid": "none"}, "video_url"),
     ):
         content = [video_part(clips, 0), part]
-        with pytest.raises(openai.BadRequestError, match=f"came as no {kind}"):
+        with pytest.raises(openai.BadRequestError, match=f"has no {kind}"):
             ask_about(server, content, QUESTIONS[0], HALF)
 
 

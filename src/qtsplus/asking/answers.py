@@ -29,7 +29,7 @@ from .choice import Choice
 from .evidence import Interval, evidence_intervals, placed
 from .generation import generation_options
 from .question import Batch, Videos, prompt_inputs
-from .recall import narrowed
+from .recall import remembered_layout
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class _Call:
         places = None
         if batch.remembered:  # a stream has encoded its tokens, which do not fill its grids
             new_tokens = self.generation["max_new_tokens"]
-            layout, places = narrowed(self.model, layout, batch.remembered, new_tokens)
+            layout, places = remembered_layout(self.model, layout, batch.remembered, new_tokens)
             features = {IMAGE: [], VIDEO: list(visual.video_features or ())}
         else:
             features = encode_visual(backbone, visual, layout.grids)

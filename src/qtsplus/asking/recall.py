@@ -1,6 +1,6 @@
 """
-Questions to what a stream remembers, some of the tokens of some of its steps: which of them are in the prompt, and at
-which times. live/stream.py decides what is remembered, and answers.py asks.
+Prompts about a stream, which remembers some of the tokens of some of its steps in time: where these tokens stand in the
+prompt, and at which times. live/stream.py decides what is remembered, and answers.py asks.
 """
 
 import math
@@ -18,20 +18,22 @@ from ..video.encoded import EncodedVideo
 @dataclass(frozen=True, kw_only=True)
 class Remembered(EncodedVideo):
     """
-    What a stream remembers of a camera, as a video of the steps that are left.
+    What a stream remembers of a camera, as a video. Of the steps in time without a remembered token, only the first of
+    each gap is in its grid.
 
     Args:
         frames_per_step: of every camera of the stream.
-        cells: the tokens of a whole step.
-        rows: the step in time of each step of the grid.
-        missing: frames that the last of them lacks.
-        begins: when the first frame of some steps was taken, in seconds; others begin on the clock.
-        places: `[M]` ascending, where the features stand in the grid, which has more tokens.
+        cells: the number of tokens in a complete step.
+        step_numbers: for each step of the grid, its number in the stream.
+        missing: how many frames the last step lacks.
+        begins: by the number of a step, the second in which its first frame was taken. A step that is not in it begins
+            at its number times `seconds_per_step`.
+        places: `[M]` ascending, the index of each remembered token among all tokens of the grid.
     """
 
     frames_per_step: int
     cells: int
-    rows: list[int]
+    step_numbers: list[int]
     missing: int
     places: Tensor
     begins: dict[int, float]
@@ -47,38 +49,39 @@ class Remembered(EncodedVideo):
         return self.about.start + self.about.length
 
     def span(self, first: int, last: int) -> tuple[float, float]:
-        start_step = self.rows[first]
-        end_step = self.rows[last - 1] + 1
+        start_step = self.step_numbers[first]
+        end_step = self.step_numbers[last - 1] + 1
         seconds = self.seconds_per_step
         start = self.begins.get(start_step, start_step * seconds)
         regular_end = min(end_step * seconds, self.length)
         return start, self.begins.get(end_step, regular_end)
 
 
-def narrowed(
+def remembered_layout(
     model,
     layout: Layout,
     videos: Sequence[Remembered],
     new_tokens: int,
 ) -> tuple[Layout, Tensor]:
     """
-    The layout of one prompt about what is remembered, with the tokens that are there, at their times: [`within`] what
-    the model has positions for, behind the text; and `[k]` ascending, which tokens of the whole grids these are.
+    The layout of one prompt with only the remembered tokens, at their times, and `[k]` ascending, the index of each
+    among all tokens of the grids. Times that need more positions than the model has are compressed.
     """
     backbone = model.model
     grids = layout.grids[VIDEO]
     is_text = backbone.token_types(layout.input_ids) != VIDEO
+    # The positions that are left for time, without those of the answer, the text, and the height and width of frames.
     room = model.config.get_text_config().max_position_embeddings - new_tokens
     room -= int(is_text.sum())
     for _, height, width in grids:
         room -= max(height, width)
-    positions_of_step = backbone.tokens_per_second * videos[0].seconds_per_step
-    steps_in_room = room / max(positions_of_step, 1)
+    positions_per_step = backbone.tokens_per_second * videos[0].seconds_per_step
+    steps_in_room = room / max(positions_per_step, 1)
     most = max(int(steps_in_room) - 1, 1)
-    numbers = within([video.rows for video in videos], most)
-    layout = at_steps(backbone, layout, numbers)
+    numbers = compress([video.step_numbers for video in videos], most)
+    layout = move_steps(backbone, layout, numbers)
     layout = layout.narrow([video.places for video in videos])
-    if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
+    if backbone.rope_axes == 1:  # the language model only counts tokens, so the remembered ones are counted
         (row,) = layout.rows
         row.language_positions = torch.arange(len(row.ids))[None]
     places = []
@@ -89,53 +92,57 @@ def narrowed(
     return layout, torch.cat(places)
 
 
-def rows_of(steps: Sequence[int]) -> list[int]:
-    """The steps that are there, and one in front of each gap: what shows the same on both sides is no one stretch."""
-    rows: list[int] = []
+def mark_gaps(steps: Sequence[int]) -> list[int]:
+    """
+    The steps in order, each once, with one empty step at the beginning of each gap. So evidence on both sides of a gap
+    is not taken for one interval.
+    """
+    numbers: list[int] = []
     for step in sorted(set(steps)):
-        if rows and step > rows[-1] + 1:
-            rows.append(rows[-1] + 1)
-        rows.append(step)
-    return rows
-
-
-def within(
-    rows: Sequence[Sequence[int]],
-    most: int,
-) -> list[list[int]]:
-    """
-    The same steps, counted from the oldest, at most `most` of them.
-
-    Where the time between the oldest and the newest is longer, the newer half of the positions is true, and all that
-    is older is drawn together evenly.
-    """
-    oldest = min(steps[0] for steps in rows)
-    newest = max(steps[-1] for steps in rows)
-    length = newest - oldest
-    excess = max(0, length - most)
-    older_half = most - most // 2  # positions
-    share = older_half / (older_half + excess)
-    numbers = []
-    for steps in rows:
-        numbers_of_row = []
-        for step in steps:
-            number = step - oldest
-            drawn_together = int(number * share)
-            numbers_of_row.append(max(number - excess, drawn_together))
-        numbers.append(numbers_of_row)
+        if numbers and step > numbers[-1] + 1:
+            numbers.append(numbers[-1] + 1)
+        numbers.append(step)
     return numbers
 
 
-def at_steps(
+def compress(
+    steps_of_videos: Sequence[Sequence[int]],
+    most: int,
+) -> list[list[int]]:
+    """
+    The steps of each video, counted from the oldest of all and compressed so that no number exceeds `most`.
+
+    Steps in the newer half of the numbers keep their distances. If the rest is too long, it is compressed evenly into
+    the older half.
+    """
+    oldest = min(steps[0] for steps in steps_of_videos)
+    newest = max(steps[-1] for steps in steps_of_videos)
+    length = newest - oldest
+    excess = max(0, length - most)
+    older_half = most - most // 2
+    share = older_half / (older_half + excess)
+    numbers_of_videos = []
+    for steps in steps_of_videos:
+        numbers = []
+        for step in steps:
+            number = step - oldest
+            compressed = int(number * share)
+            numbers.append(max(number - excess, compressed))
+        numbers_of_videos.append(numbers)
+    return numbers_of_videos
+
+
+def move_steps(
     model,
     layout: Layout,
     numbers: Sequence[Sequence[int]],
 ) -> Layout:
-    """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
+    """The layout of one prompt, with the steps of its videos at the times of these numbers instead of 0, 1, 2, ..."""
     (row,) = layout.rows
     positions = row.positions.clone()
     language_positions = row.language_positions.clone()
-    has_language_time = model.rope_axes == 3 and not model.frames_apart  # else time is text, or a token's number
+    # Otherwise the language model reads times as text, or only counts tokens.
+    has_language_time = model.rope_axes == 3 and not model.frames_apart
     shifts = [_shifts(model, layout, video, numbers_of_video) for video, numbers_of_video in enumerate(numbers)]
     for span in row.spans:
         selector_shift, language_shift = shifts[span.index]
@@ -158,15 +165,16 @@ def _shifts(
     video: int,
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """`[T]` each: how much later each step of a video is on the selector's clock, and on the language model's."""
+    """`[T]` each: how far the steps of a video move in the selector's positions, and in the language model's."""
     steps = torch.tensor(numbers)
     count = len(numbers)
+    # A video of one token per step, long enough for the old and the new numbers.
     grid = (numbers[-1] + count, 1, 1)
     line = VisualSpan(VIDEO, video, 0, grid)
     by_selector = model.row_positions([line], line.length, layout.seconds)
     by_language_model = model.language_positions([line], by_selector)
-    selector_clock = by_selector[0]
-    language_clock = by_language_model[0]
-    selector_shift = selector_clock[steps] - selector_clock[:count]
-    language_shift = language_clock[steps] - language_clock[:count]
+    selector_times = by_selector[0]
+    language_times = by_language_model[0]
+    selector_shift = selector_times[steps] - selector_times[:count]
+    language_shift = language_times[steps] - language_times[:count]
     return selector_shift, language_shift

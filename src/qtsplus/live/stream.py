@@ -17,7 +17,7 @@ from transformers.video_utils import VideoMetadata
 from ..asking.answers import Answer, answer_questions
 from ..asking.question import check_name
 from ..asking.ranking import StandingQuestion
-from ..asking.recall import Remembered, rows_of
+from ..asking.recall import Remembered, mark_gaps
 from ..common.validation import show
 from ..model.frames_qtsplus import stack_frames
 from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, find_method, most_relevant
@@ -336,12 +336,12 @@ class Stream:
     def _video(self, name: str, camera: Camera) -> Remembered:
         """What is left of a camera, as a video whose frames have their true times."""
         steps = camera.tokens.steps.tolist()
-        rows = rows_of(steps)
+        step_numbers = mark_gaps(steps)
         missing = 0
         if steps[-1] == camera.newest_step:
             missing = camera.missing
         frames: list[int] = []
-        for step in rows:
+        for step in step_numbers:
             first = step * self.frames_per_step
             frames += range(first, first + self.frames_per_step)
         present = frames[: len(frames) - missing]
@@ -360,9 +360,9 @@ class Stream:
             width=camera.size[1],
         )
         grid = camera.grid.clone()
-        grid[0, 0] = len(rows)
+        grid[0, 0] = len(step_numbers)
         cells = math.prod(camera.cells)
-        rows_of_tokens = torch.searchsorted(torch.tensor(rows), camera.tokens.steps)
+        step_of_token = torch.searchsorted(torch.tensor(step_numbers), camera.tokens.steps)
         return Remembered(
             video=name,
             features=camera.tokens.features,
@@ -372,10 +372,10 @@ class Stream:
             seconds=0.0,
             frames_per_step=self.frames_per_step,
             cells=cells,
-            rows=rows,
+            step_numbers=step_numbers,
             missing=missing,
             begins=dict(camera.begins),
-            places=rows_of_tokens * cells + camera.tokens.cells,
+            places=step_of_token * cells + camera.tokens.cells,
         )
 
 

@@ -29,16 +29,17 @@ STATE_FILE = "qtsplus_state.json"
 
 @with_config(STORED)
 class _State(TypedDict):
-    """What [`STATE_FILE`] holds beside a checkpoint."""
+    """What [`STATE_FILE`] holds beside a checkpoint, see [`RhoControl`]."""
 
     alpha: float
     excess: float
-    predicted: list[list[float]]
-    num_tokens: list[int]
+    predicted: list[list[float]]  # for each recent question, its losses with 1, 2, 4, ... tokens
+    num_tokens: list[int]  # the visual tokens of the same questions
     token_price: float
     trained_seconds: float | None
 
 
+# Names in the log.
 _TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
 _LOSSES = ("loss_lm", "loss_mcq", "loss_vqa", "loss_caption") + _TERMS
 _BUDGET = ("rho", "n", "n_asked", "kept_fraction", "visual_tokens")
@@ -46,7 +47,7 @@ _BUDGET = ("rho", "n", "n_asked", "kept_fraction", "visual_tokens")
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The numbers that the terms of an optimizer step are means over."""
+    """The counts by which the terms of an optimizer step are divided, since each term is a mean."""
 
     tokens: Tensor  # [len(SOURCES)] int64, the supervised tokens of each source
     with_vision: Tensor  # [], the samples with visual tokens
@@ -54,12 +55,12 @@ class StepCounts:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "StepCounts":
-        """Names what [`QTSplusTrainer._count`] gives."""
+        """Names the numbers of [`QTSplusTrainer._count`]."""
         return cls(tokens=numbers[:-2], with_vision=numbers[-2], answered=numbers[-1])
 
 
 class _StepCallback(TrainerCallback):
-    """Ends an optimizer step before anything is logged or saved."""
+    """Updates the budget at the end of an optimizer step, before anything is logged or saved."""
 
     def __init__(self, trainer: "QTSplusTrainer"):
         self.trainer = trainer
@@ -76,31 +77,33 @@ class QTSplusTrainer(Trainer):
               + alpha (rho M - target_n) + relevance_weight * KL(attention || softmax(log r))
               + |predicted - measured losses|
 
-    `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
-    term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT over the
-    supervised tokens, the others over the samples with visual tokens, the attention's over those that have an answer
-    too. Without a `rho_prior`, rho_bar is the mean of rho over all earlier steps; the first step has no prior. `rho M`
-    counts up to `n_max`, as the gate does.
+    `attention` is the model's own attention to each visual token while it answers with all of them
+    ([`answer_attention`]). Of the M visual tokens `rho M` are kept, at most `n_max`. rho_bar is `rho_prior`. Without a
+    prior it is the mean of rho over all earlier steps, and in the first step the term is 0.
 
-    With `budget="rho"`, alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at
-    `target_n`. After each step, with `excess = mean n / target_n - 1` (at most 1),
-    `alpha += dual_learning_rate * excess / target_n`. To alpha in the objective comes `2 excess / target_n`, as in the
-    modified differential multiplier method (Platt and Barr, 1988), so that short trainings do not swing around the
-    target.
+    Every term is a mean over a whole optimizer step, however the step is divided into micro-batches and processes.
+    L_SFT is a mean over the supervised tokens, the KL divergence over the samples with visual tokens and an answer, and
+    every other term over the samples with visual tokens.
 
-    With `budget="loss"` rho has no gradient: in steps whose budget is not drawn the head learns what answers lose with
-    1, 2, 4, ... tokens. Whenever something is logged, `token_price` becomes that with which the head's predictions for
-    the last 256 questions of this process keep `target_n` tokens on average.
+    With `budget="rho"`, alpha >= 0 holds the mean of `n = min(ceil(rho M), n_max)` at `target_n`. After each step
+    `alpha += dual_learning_rate * excess / target_n`, where `excess = mean n / target_n - 1` is at most 1. The
+    objective takes `alpha + 2 excess / target_n`, as in the modified differential multiplier method (Platt and Barr,
+    1988), so that short trainings do not swing around the target.
+
+    With `budget="loss"` rho has no gradient. The head learns how much higher the loss of an answer is with 1, 2, 4, ...
+    tokens, in the steps that draw no `retention`. Before each line of the log, `token_price` is set so that the last
+    256 questions of this process would keep `target_n` tokens on average, by the head's predictions.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
     `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for in
     training), `kept_fraction` (n / M), `visual_tokens` (M), and with a `target_n` the current `alpha` or
     `token_price`. Evaluation logs the same with the prefix of its metrics, and `skipped`, the share of records that
-    cannot be used. Its loss is L_SFT alone; a batch weighs by its supervised tokens.
+    cannot be used. The loss of an evaluation is L_SFT alone, a mean over all its supervised tokens.
 
     Args:
-        model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, left as it is frozen.
-        args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
+        model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, whose frozen parts stay
+            frozen.
+        args: see [`QTSplusTrainingArguments`]; they decide what is frozen and where adapters are added.
         kwargs: as for [`Trainer`].
     """
 
@@ -116,13 +119,13 @@ class QTSplusTrainer(Trainer):
         model = prepare_parts(model, args)
         super().__init__(model=model, args=args, **kwargs)
         base = base_model(model)
-        # The losses below are weighted over the whole optimizer step: nothing is left to divide by.
+        # Keeps the Trainer from dividing by the number of micro-batches: the losses below are means over the step.
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base.config.qtsplus_config
-        # A calibration of the scores says nothing about the scores that training makes of them.
-        of_scores = score_parameters(self.selector)
-        if any(parameter.requires_grad for parameter in of_scores):
+        # If the scores train, an earlier calibration does not hold for them.
+        score_weights = score_parameters(self.selector)
+        if any(weight.requires_grad for weight in score_weights):
             self.selector_config.seen_threshold = None
             self.selector_config.seen_area = None
         check_relevance(base, self.args)
@@ -141,7 +144,7 @@ class QTSplusTrainer(Trainer):
     # --- The objective ---
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """As stock; counts what the terms of this optimizer step are means over."""
+        """As stock; counts the tokens and samples of this optimizer step, see [`StepCounts`]."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=self.args.device)
         for batch in batches:
@@ -150,7 +153,8 @@ class QTSplusTrainer(Trainer):
             self.skipped += batch.get("skipped", 0)
         epochs = int(self.state.epoch or 0) + 1
         dataset: Any = self.train_dataset
-        self._check_skipped(self.skipped * self.args.world_size / (epochs * len(dataset)))
+        records = epochs * len(dataset)
+        self._check_skipped(self.skipped * self.args.world_size / records)
         counts = self.sum_over_processes(counts)
         self._counts = StepCounts.of(counts)
         self.budget.start_step()
@@ -177,23 +181,23 @@ class QTSplusTrainer(Trainer):
         labels = inputs.pop("labels")
         sources = _sources(inputs)
         inputs.pop("source_ids", None)
-        unlimited = self._retention is None
-        if model.training and not unlimited:
+        has_own_budget = self._retention is None
+        if model.training and not has_own_budget:
             inputs["retention"] = self._retention
         args = self.args
         outputs, token_losses, rows = self.answer(model, inputs, labels, args.label_smoothing_factor)
         qtsplus = outputs.qtsplus
         loss = self._answer_loss(token_losses, sources[rows], counts, model.training)
-        budget = self.budget.loss(qtsplus, counts.with_vision, model.training, unlimited)
+        penalties = self.budget.loss(qtsplus, counts.with_vision, model.training, has_own_budget)
         if model.training:
             if args.relevance_weight > 0:
                 divergences = self._relevance_divergences(qtsplus, inputs, labels)
                 loss = loss + args.relevance_weight * self._mean("loss_relevance", divergences, counts.answered)
-            if unlimited and self.selector_config.budget == "loss" and not args.freeze_selector:
-                errors = self._predicted_losses(inputs, labels, qtsplus)
+            if has_own_budget and self.selector_config.budget == "loss" and not args.freeze_selector:
+                errors = self._prediction_errors(inputs, labels, qtsplus)
                 loss = loss + self._mean("loss_budget", errors, counts.with_vision)
-            # Distributed training averages gradients over the processes, which here are parts of one sum.
-            loss = (loss + budget) * self.accelerator.num_processes
+            # Distributed training averages the gradients of the processes, but here they must be added up.
+            loss = (loss + penalties) * self.accelerator.num_processes
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
 
@@ -203,7 +207,7 @@ class QTSplusTrainer(Trainer):
         losses: Tensor,
         samples: Tensor,
     ) -> Tensor:
-        """This micro-batch's part of a mean over the samples of the step."""
+        """This micro-batch's part of a mean over the samples of the step, whose number is `samples`."""
         self.running[True].add(name, losses)
         return losses.sum() / samples.clamp(min=1)
 
@@ -230,12 +234,12 @@ class QTSplusTrainer(Trainer):
         return shares.sum()
 
     def evaluation_loop(self, *args, **kwargs):
-        """As stock; the means that are logged are of this evaluation alone, not of an earlier `predict` too."""
+        """As stock; the logged means start from 0, since an earlier `predict` adds to them but logs nothing."""
         self.running[False].totals.zero_()
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
+        """As stock; the labels are shortened as the prompt is, so that each stands at the index of its token."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
@@ -251,7 +255,7 @@ class QTSplusTrainer(Trainer):
         return loss, outputs.logits, labels
 
     def _compact(self, labels: Tensor, input_ids: Tensor, qtsplus) -> Tensor:
-        """`[B, S]` labels -> `[B, S']`, of the columns that selection left."""
+        """`[B, S]` labels -> `[B, S']`, those of the columns that are kept."""
         if qtsplus is None or qtsplus.columns is None:
             return labels
         return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
@@ -263,7 +267,7 @@ class QTSplusTrainer(Trainer):
         labels: Tensor,
         smoothing: float = 0.0,
     ):
-        """The model's outputs, and the cross-entropy and the row of every supervised token, `[n]` each."""
+        """The model's outputs; and of each of the n supervised tokens, the cross-entropy `[n]` and the row `[n]`."""
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
         targets = labels[:, 1:]
@@ -278,8 +282,8 @@ class QTSplusTrainer(Trainer):
         )
         return outputs, losses, rows
 
-    def _predicted_losses(self, inputs, labels, qtsplus) -> Tensor:
-        """How far off the losses are that the budget head predicts, `[k]` for the samples with visual tokens."""
+    def _prediction_errors(self, inputs, labels, qtsplus) -> Tensor:
+        """Of the losses that the budget head predicts, `[k]` for the samples of [`loss_differences`]."""
         totals = [0]
         if qtsplus is not None:
             totals = qtsplus.num_tokens.tolist()
@@ -288,35 +292,36 @@ class QTSplusTrainer(Trainer):
             [kept_count(config.rho_max, total, config.n_max) for total in totals],
             device=labels.device,
         )
-        largest = self.accelerator.gather(most.max()).max()  # no process may wait for another's pass
-        steps = min(int(largest).bit_length(), DOUBLINGS)
-        measured = torch.zeros(len(labels), steps, device=labels.device)  # the whole answer's loss with 1, 2, 4, ...
+        # Every process makes the same number of passes, since the processes of one model run in step.
+        largest = self.accelerator.gather(most.max()).max()
+        passes = min(int(largest).bit_length(), DOUBLINGS)
+        measured = torch.zeros(len(labels), passes, device=labels.device)  # the answer's loss with 1, 2, 4, ... tokens
         limited = dict(inputs, retention=1.0)
-        with evaluating(self.model), torch.no_grad():  # the tokens that are kept are those of inference
-            for step in range(steps):
-                limited["max_visual_tokens"] = 2**step
+        with evaluating(self.model), torch.no_grad():  # tokens are chosen as in inference
+            for exponent in range(passes):
+                limited["max_visual_tokens"] = 2**exponent
                 _, token_losses, rows = self.answer(self.model, limited, labels)
-                measured[:, step].index_add_(0, rows, token_losses)
+                measured[:, exponent].index_add_(0, rows, token_losses)
         if qtsplus is None:
             return measured[:0, 0]
         predicted = qtsplus.predicted_losses[most > 1]
         self.budget.predicted += zip(predicted.detach().cpu(), qtsplus.num_tokens[most > 1].tolist(), strict=True)
-        return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
+        return loss_differences(qtsplus.predicted_losses[:, :passes], measured, most)
 
     def attention_targets(self, inputs: Mapping, labels: Tensor) -> Sequence[Tensor]:
-        """What teaches the scores of each row, see [`answer_attention`]."""
+        """The attention from which the scores of each row learn, see [`answer_attention`]."""
         return answer_attention(self.model, inputs, labels, AttentionChoice.of(self.args))
 
     def _relevance_divergences(self, qtsplus, inputs, labels) -> Tensor:
-        """How far the scores are from the attention, `[k]` for the samples with visual tokens and an answer."""
-        targets = self.attention_targets(inputs, labels)  # in every process, which may share out the layers
+        """The divergences of the scores from the attention, `[k]` for the samples with visual tokens and an answer."""
+        targets = self.attention_targets(inputs, labels)  # in every process, since each may hold a part of the layers
         if qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         null_token = self.selector_config.null_token
         return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
 
     def _count(self, batch: Mapping) -> Tensor:
-        """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
+        """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, and those with an answer."""
         supervised = batch["labels"][:, 1:] != IGNORED
         tokens = supervised.sum(1)
         by_source = tokens.new_zeros(len(SOURCES))
@@ -340,7 +345,7 @@ class QTSplusTrainer(Trainer):
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As stock, with the means since the last line added to the lines of training and of evaluation."""
+        """As stock; adds the means since the last line to the logs of training and evaluation."""
         self.budget.set_price()
         if "loss" in logs:
             logs.update(self.running[True].pop(self.sum_over_processes))
@@ -357,7 +362,7 @@ class QTSplusTrainer(Trainer):
     # --- Sharding and checkpoints ---
 
     def _prepare_for_training(self, *args, **kwargs):
-        """As stock; shares out the layers of the language model alone, see sharding.py."""
+        """As stock; only the layers of the language model are sharded, see sharding.py."""
         model = base_model(self.model)
         layer = layer_class(model)
         choose_layers(self.accelerator.state, model)
@@ -366,7 +371,7 @@ class QTSplusTrainer(Trainer):
         return prepared
 
     def save_model(self, *args, **kwargs) -> None:
-        """As stock. The configuration tells the longest video of the training, so that answers about longer ones do."""
+        """As stock; notes the longest video of the training in the configuration, for warnings about longer videos."""
         self._raise_trained_seconds(float(self.accelerator.gather(self._longest).max()))
         super().save_model(*args, **kwargs)
 
@@ -376,7 +381,7 @@ class QTSplusTrainer(Trainer):
             self.selector_config.trained_seconds = max(known, round(seconds, 1))
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        """As stock; an adapter with its `qtsplus_config`. A sharded model gives tied weights twice."""
+        """As stock, with an adapter's `qtsplus_config`, and without a sharded model's second copy of tied weights."""
         for tied in base_model(self.model).all_tied_weights_keys:
             if state_dict:
                 state_dict.pop(tied, None)
@@ -408,7 +413,7 @@ class QTSplusTrainer(Trainer):
         self._load_budget(checkpoint)
 
     def _load_best_model(self) -> None:
-        """As stock, with the price that its tokens had."""
+        """As stock; restores the token price of that checkpoint too."""
         super()._load_best_model()
         self._load_budget(self.state.best_model_checkpoint)
 
@@ -429,18 +434,21 @@ def _longest_video(batch: Mapping) -> Tensor:
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
-    """The fraction to keep in this optimizer step, on every process; `None` leaves it to the prediction."""
+    """
+    The fraction to keep in this optimizer step, log-uniform in `retention_range` and the same in every process; `None`
+    leaves it to the model's own budget.
+    """
     if args.retention_range is None:
         return None
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    share, place = torch.rand(2, generator=generator).tolist()
-    if share >= args.retention_share:
+    chance, place = torch.rand(2, generator=generator).tolist()
+    if chance >= args.retention_share:
         return None
     low, high = args.retention_range
     return low * (high / low) ** place
 
 
 def _sources(batch: Mapping) -> Tensor:
-    """`[B]` indices into [`SOURCES`]; "vqa" for batches of another collator."""
+    """`[B]` indices into [`SOURCES`]; those of "vqa" if the batch is of another collator than ours."""
     default = torch.full_like(batch["input_ids"][:, 0], SOURCES.index("vqa"))
     return batch.get("source_ids", default)

@@ -1,7 +1,7 @@
 """The language model's own attention inside vLLM, for the method `lm_attention`.
 
 The first layers run as vLLM's own decoder layers, so that quantised weights go through vLLM's kernels and no weight is
-in memory twice. For the time of a call their attention is replaced by a causal one that uses no cache.
+in memory twice. During a call their attention is replaced by a causal one that uses no cache.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -18,13 +18,13 @@ from ..model.prompt_qtsplus import CompactPrompt
 
 
 class Unfinished(Exception):
-    """A group was read; the others are read in further calls, so that the engine makes other clients' tokens first."""
+    """A group was read. The next is read in a further call, so that the engine serves other clients in between."""
 
 
-class Front(list[Tensor]):
+class PrefixKeys(list[Tensor]):
     """
-    Of the tokens in front of the last visual token of a group's prompt, the keys and values in each of the first
-    layers, `[2, n, kv_heads * head_size]`. They do not depend on a question behind.
+    The keys and values of a group's prompt up to its last visual token, `[2, n, kv_heads * head_size]` in each of the
+    first layers. The question comes later in the prompt, so every question about a video can use them.
     """
 
     @property
@@ -32,34 +32,34 @@ class Front(list[Tensor]):
         return sum(of_layer.nbytes for of_layer in self)
 
 
-class Pieces:
-    """What is known of one request: each call of the engine encodes a chunk of its frames, or reads a group."""
+class Preparation:
+    """The unfinished choice of one request. Each call of the engine encodes a chunk of frames or reads a group."""
 
-    def __init__(self, front: str):
-        self.encoding: Generator  # of the features, for which it takes frames
+    def __init__(self, prefix: str):
+        self.encoding: Generator  # of the features, see `QTSplusForVLLM._encode`
         self.features: list[Tensor] = []  # `[k, token_width]` of each video that is encoded
-        self.front = front  # a hash of all that the model reads up to the end of the videos
-        self.known: list[GroupAttention] = []
+        self.prefix = prefix  # a hash of the prompt up to the end of the videos
+        self.attentions: list[GroupAttention] = []  # to the groups that were read
 
     def begin(self, may_read: bool) -> None:
-        """Another call of the engine begins, which goes through all groups again, and reads one if it may."""
-        self._known_again = iter(list(self.known))
-        self._has_read = not may_read
+        """Begins a call of the engine. It goes through all groups again, and may read at most one."""
+        self._earlier = iter(list(self.attentions))
+        self._may_read = may_read
 
     def next(self, read: Callable[[], GroupAttention]) -> GroupAttention:
-        """The next group's attention, from an earlier call or by `read`; [`Unfinished`] where no more may be read."""
-        for attention in self._known_again:
+        """The next group's attention, from an earlier call or by `read`; [`Unfinished`] if no group may be read."""
+        for attention in self._earlier:
             return attention
-        if self._has_read:
+        if not self._may_read:
             raise Unfinished
-        self._has_read = True
-        self.known.append(read())
-        return self.known[-1]
+        self._may_read = False
+        self.attentions.append(read())
+        return self.attentions[-1]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`[k, heads * head_size]` of `[heads, k, head_size]`, the last tokens of those of the keys and values."""
-    # Without a dimension of rows in front, torch would compute all scores at once.
+    """`[heads, k, head_size]` -> `[k, heads * head_size]`. The queries are of the last k tokens that have keys."""
+    # Without a leading dimension of size 1, torch would compute all scores at once.
     (attended,) = nn.functional.scaled_dot_product_attention(
         query[None],
         key[None],
@@ -87,35 +87,36 @@ def read_group(
     prompt: CompactPrompt,
     visual: Tensor,
     place: Tensor,
-    front: Front | None = None,
+    prefix_keys: PrefixKeys | None = None,
 ) -> GroupAttention:
     """
-    As the function of the same name in Transformers, for one prompt.
+    As `read_group` of `model/lm_attention_qtsplus.py`, for one prompt.
 
     Args:
         hooks: our Transformers model of the same backbone, without a language model.
         layers: vLLM's decoder layers.
-        front: from a prompt that began alike, so that only the tokens behind pass the layers; an empty one is filled.
+        prefix_keys: of a prompt with the same beginning. Only the tokens after it pass the layers. If empty, they are
+            filled.
     """
     selector = hooks.config.qtsplus_config
     last = attention_layer(hooks.config.text_config, selector.attention_layer)
     stop = int(visual[-1])
-    known = list(front or ())
+    known = list(prefix_keys or ())
     start = stop if known else 0
     attentions: list[GroupAttention] = []
 
     def attend(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """In place of the attention of a layer; that of the last one is read."""
+        """Replaces the attention of a layer. In the last layer it only reads the attention."""
         if known:
             keys, values = known[number].to(key.device)
             key = torch.cat([keys, key])
             value = torch.cat([values, value])
-        elif front is not None:
+        elif prefix_keys is not None:
             of_layer = torch.stack([key[:stop], value[:stop]])
-            front.append(of_layer.cpu())
+            prefix_keys.append(of_layer.cpu())
         scale = attention.impl.scale
         heads = (-1, attention.head_size)
-        # `[heads, S, head_size]` of `[S, heads * head_size]`
+        # `[S, heads * head_size]` -> `[heads, S, head_size]`
         queries, keys, values = [states.unflatten(-1, heads).transpose(0, 1) for states in (query, key, value)]
         if number < last:
             return causal_attention(queries, keys, values, scale)

@@ -1,7 +1,7 @@
 """vLLM's models with the selector between their vision tower and their language model.
 
-A video's tokens are chosen where vLLM asks for its embeddings. Every row of those carries its position behind its
-values, so what vLLM does with them (caching, prefill in chunks, batches) needs not know of the selection.
+Where vLLM asks for a video's embeddings it gets those of the kept tokens, each row with the token's position appended.
+So its cache, its batches and its chunked prefill need not know of the selection.
 """
 
 import logging
@@ -32,17 +32,17 @@ from ..model.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualIn
 from ..model.selector_qtsplus import QTSplusOutput
 from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
-from .attention import Front, Pieces, Unfinished, check_attention, read_group
-from .processing import QTSplusMultiModalProcessor, read
+from .attention import PrefixKeys, Preparation, Unfinished, check_attention, read_group
+from .processing import QTSplusMultiModalProcessor, decode_item
 from .worker import AGAIN, BUSY, METHOD_SECONDS, PIXELS, Frames, time_limit
 
 logger = logging.getLogger(__name__)
 
 CACHE_GB = 4.0  # of main memory, for chosen tokens and the features of videos that may be asked about again
-CHUNK = 2048  # patches that the vision tower sees between tokens of other requests, or those of one frame
-LEAST_HELD = 2**30  # bytes of chosen tokens that requests may hold where the cache is smaller
+CHUNK = 2048  # patches that are encoded in one call of the engine, at least a frame; other requests run between calls
+LEAST_HELD = 2**30  # bytes of chosen tokens that unfinished requests may hold even if the cache is smaller
 
-# The selector's weights have another name in vLLM. The first prefix that fits counts, so these come before vLLM's.
+# The selector's weights have another name in vLLM. The first prefix that fits is used, so ours come before vLLM's.
 SELECTOR_WEIGHTS = WeightsMapper(
     orig_to_new_prefix={"model.qtsplus.": "qtsplus."},
     orig_to_new_suffix={".rho_history": None},
@@ -53,11 +53,11 @@ Item = dict[str, Any]  # a request's videos, see `processing.merged_item`
 
 @dataclass(frozen=True)
 class Choice:
-    """The tokens of a request's videos that stay."""
+    """The tokens that are kept of a request's videos."""
 
     tokens: Tensor  # [n, token_width]
-    kept_indices: Tensor  # [n] int64, into all of its visual tokens
-    basis: dict  # what an answer rests on, see `QTSplusForVLLM._basis`
+    kept_indices: Tensor  # [n] int64, into all visual tokens of the request
+    basis: dict  # the evidence and counts that go with an answer, see `QTSplusForVLLM._basis`
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +66,10 @@ class Choice:
 
 class QTSplusForVLLM:
     """
-    In front of a model of vLLM's, with its selector as `qtsplus`.
+    A mixin for vLLM's models, which stands before vLLM's class among the bases. The selector is `qtsplus`.
 
-    `hooks` is our Transformers model of the same backbone without a tower and a language model: it says where tokens
-    stand, and the functions that select and splice take it as it is.
+    `hooks` is our Transformers model of the same backbone, without its vision tower and language model. It knows the
+    layout of a prompt, and the functions that select and splice tokens in Transformers take it here too.
     """
 
     config: Any
@@ -97,27 +97,27 @@ class QTSplusForVLLM:
         hooks.get_input_embeddings = lambda: self.language_model.model.embed_tokens
         hooks.group_attention = self._group_attention
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
-        object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
+        object.__setattr__(self, "hooks", hooks.eval())  # past torch, which would register it as weights to load
         options = vllm_config.additional_config
-        # The features of videos, `[k, token_width]`, by their content and the settings of the processor, and each
-        # `Choice` of requests that are over, by the hash of the video item.
+        # Features of videos, `[k, token_width]`, by a hash of the video and the processor's settings. Choices of
+        # finished requests, by the hash of their video item. With `keeps_prefix_keys` also the `PrefixKeys` of videos.
         self.cache: LRUCache = LRUCache(options.get("qtsplus_cache_gb", CACHE_GB) * 2**30, attrgetter("nbytes"))
-        self.keeps_fronts = options.get("qtsplus_keep_keys", False)  # each `Front` of a video too
-        # The `Choice` of requests that wait or run, and how many requests share it, by the same.
+        self.keeps_prefix_keys = options.get("qtsplus_keep_keys", False)
+        # By the hash of a video item, the choices of requests that wait or run, and the number of these requests.
         self.held: dict[str, Choice] = {}
-        self.holds: Counter[str] = Counter()
-        # What was read for requests whose attention is read group by group, by the hash of a video item.
-        self.pieces: dict[str, Pieces] = {}
-        self.reading: Pieces | None = None  # of the request that is being prepared, or was last
-        # Columns `[k]` of the next forward pass and their positions `[axes, k]`, of each video item.
-        self.moved: list[tuple[Tensor, Tensor]] = []
+        self.users: Counter[str] = Counter()
+        # Requests whose choice takes several calls of the engine and is not finished, by the hash of their video item.
+        self.preparations: dict[str, Preparation] = {}
+        self.current: Preparation | None = None  # of the request that was prepared last
+        # For each video item in the next forward pass: columns `[k]`, and the positions of their tokens `[axes, k]`.
+        self.kept_positions: list[tuple[Tensor, Tensor]] = []
 
     def embed_multimodal(self, **kwargs):
         """Per video item `[length, token_width + positions]`; images as they are."""
         if "settings" not in kwargs:
             return super().embed_multimodal(**kwargs)  # type: ignore[misc]
         items = [dict(zip(kwargs, values, strict=True)) for values in zip(*kwargs.values(), strict=True)]
-        return [self._embed(read(item)) for item in items]
+        return [self._embed(decode_item(item)) for item in items]
 
     def _embed(self, item: Item) -> Tensor:
         """`[length, token_width + positions]`: the item's part of the shortened prompt, with each row's position."""
@@ -127,10 +127,12 @@ class QTSplusForVLLM:
         layout = self._lay_out(item, device)
         choice = self.find_choice(settings["key"])
         if choice is None:
-            if PIXELS not in item:  # after the release: nobody reads the answer, and an error would end the engine
+            if PIXELS not in item:
+                # Nobody reads the answer of a request whose tokens were released, but an error would end the engine.
                 logger.error("A request ran after its tokens were released; its answer is void.")
                 return hooks.no_features(device).new_zeros(settings["length"], hooks.token_width)
-            encoded: list[Tensor] = []  # in a vLLM that was not started by qtsplus serve
+            # Only a vLLM that was not started by qtsplus serve gets here. All pixels are there, so nothing is missing.
+            encoded: list[Tensor] = []
             next(self._encode(item, encoded))
             choice = self._choose(item, encoded)
         layout = with_all_times(layout)
@@ -151,18 +153,18 @@ class QTSplusForVLLM:
         return torch.cat([rows, positions.contiguous().view(rows.dtype)], dim=1)
 
     def _basis(self, item: Item, chosen: QTSplusOutput) -> dict:
-        """What an answer rests on: the fields of an `Answer`, whose videos are called by their numbers from 1."""
+        """The evidence and counts that go with an answer: fields of an `Answer`. Its videos are named "1", "2", ..."""
         settings = item["settings"]
         grids = item["video_grid_thw"].cpu().split(1)
         videos = {}
-        for number, told in enumerate(settings["told"], start=1):
+        for number, facts in enumerate(settings["facts"], start=1):
             name = str(number)
             videos[name] = EncodedVideo(
                 video=name,
                 features=torch.empty(0),
                 video_grid_thw=grids[number - 1],
-                seconds_per_step=told["step"],
-                about=AboutVideo(VideoMetadata(**told["metadata"]), **told["about"]),
+                seconds_per_step=facts["step"],
+                about=AboutVideo(VideoMetadata(**facts["metadata"]), **facts["about"]),
                 seconds=0.0,
             )
         merge_size = self.config.vision_config.spatial_merge_size
@@ -174,52 +176,59 @@ class QTSplusForVLLM:
     @torch.inference_mode()
     def prepare(self, item: Item) -> int | Frames | str:
         """
-        Chooses the tokens of a request before it runs, so that an error costs this request alone, and keeps them until
-        [`release`]: the request itself comes without pixels. Gives their number. [`BUSY`] where requests hold too much
-        already, [`Frames`] that the next call has to bring where a video is not known here, [`AGAIN`] where groups of
-        tokens are left to read. A call encodes one chunk of frames or reads one group, and a request's first neither.
+        Chooses the tokens of a request before it runs, so that an error costs this request alone.
+
+        The tokens are held until [`release`], since the request itself comes without pixels. The choice may take
+        several calls, so that other requests run in between. The first looks up what is known. Each further one encodes
+        one chunk of frames or reads one group of tokens.
+
+        Returns:
+            The number of chosen tokens. Before it is known: [`BUSY`] if other requests hold too much memory, the
+            [`Frames`] that the next call must bring, or [`AGAIN`] if groups are left to read.
         """
-        item = read(item)
+        item = decode_item(item)
         settings = item["settings"]
         key = settings["key"]
-        pieces = self.pieces.pop(key, None)
+        preparation = self.preparations.pop(key, None)
         choice = self.find_choice(key)
-        held_bytes = sum(known.nbytes for known in self.held.values())
-        if pieces is None and held_bytes >= max(self.cache.maxsize, LEAST_HELD):
+        held_bytes = sum(held.nbytes for held in self.held.values())
+        if preparation is None and held_bytes >= max(self.cache.maxsize, LEAST_HELD):
             return BUSY
         if choice is None:
-            may_read = pieces is not None and PIXELS not in item
-            if pieces is None:
-                pieces = Pieces(settings["front"])
-                pieces.encoding = self._encode(item, pieces.features)
-            missing = pieces.encoding.send(item.get(PIXELS))
-            if missing is not None:
-                self.pieces[key] = pieces
-                return missing
-            pieces.begin(may_read)
-            self.reading = pieces
-            limit = time_limit(METHOD_SECONDS) if ":" in settings["selection"] else nullcontext()  # the operator's own
+            may_read = preparation is not None and PIXELS not in item
+            if preparation is None:
+                preparation = Preparation(settings["prefix"])
+                preparation.encoding = self._encode(item, preparation.features)
+            missing_frames = preparation.encoding.send(item.get(PIXELS))
+            if missing_frames is not None:
+                self.preparations[key] = preparation
+                return missing_frames
+            preparation.begin(may_read)
+            self.current = preparation
+            # A name with a colon is a function of the operator's own, which may hang.
+            limit = time_limit(METHOD_SECONDS) if ":" in settings["selection"] else nullcontext()
             try:
                 with limit:
-                    choice = self._choose(item, pieces.features)
+                    choice = self._choose(item, preparation.features)
             except Unfinished:
-                self.pieces[key] = pieces
+                self.preparations[key] = preparation
                 return AGAIN
         self.held[key] = choice
-        self.holds[key] += 1
+        self.users[key] += 1
+        # Held choices count towards the limit of the cache.
         while self.cache and self.cache.currsize + held_bytes + choice.nbytes > self.cache.maxsize:
-            self.cache.popitem()  # what is held counts with it
+            self.cache.popitem()
         return len(choice.kept_indices)
 
     def release(self, key: str) -> None:
-        """Ends what [`prepare`] keeps for one request: its tokens are in the cache from then on."""
-        self.holds[key] -= 1
-        if self.holds[key] == 0:
-            del self.holds[key]
+        """One request less needs the tokens that [`prepare`] holds. After the last one they go into the cache."""
+        self.users[key] -= 1
+        if self.users[key] == 0:
+            del self.users[key]
             self._remember(key, self.held.pop(key))
 
     def find_choice(self, key: str) -> Choice | None:
-        """The choice that was made for a request, by the hash of its video item."""
+        """The choice that was made for a request, if it is held or cached, by the hash of its video item."""
         return self.held.get(key) or self.cache.get(key)
 
     def _remember(self, key: str, value: Tensor | Choice) -> None:
@@ -227,29 +236,29 @@ class QTSplusForVLLM:
             self.cache[key] = value
 
     def _group_attention(self, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
-        """In place of our Transformers model's, for `lm_attention`: in vLLM's own layers."""
+        """For `lm_attention`: replaces the method of `hooks`, and reads the attention in vLLM's own layers."""
         self.check_attention()
-        read_this = partial(read_group, self.hooks, self.language_model.model.layers, prompt, visual, place)
-        pieces = self.reading
-        if pieces is None:  # by a vLLM that was not started by qtsplus serve
-            return read_this()
-        if self.keeps_fronts:
-            read_this = partial(self._read_behind, pieces, read_this)
-        return pieces.next(read_this)
+        read = partial(read_group, self.hooks, self.language_model.model.layers, prompt, visual, place)
+        preparation = self.current
+        if preparation is None:  # in a vLLM that was not started by qtsplus serve
+            return read()
+        if self.keeps_prefix_keys:
+            read = partial(self._read_with_cache, preparation, read)
+        return preparation.next(read)
 
-    def _read_behind(self, pieces: Pieces, read_this: Callable) -> GroupAttention:
-        """The attention to the next group; what is in front of its last visual token is read for one question only."""
-        number = len(pieces.known)
-        key = (pieces.front, number)
-        front = self.cache.get(key) or Front()
-        attention = read_this(front)
-        # Half of the room is left for other things, and groups of one video do not drive each other out.
-        if (number + 1) * front.nbytes <= self.cache.maxsize / 2:
-            self.cache[key] = front
+    def _read_with_cache(self, preparation: Preparation, read: Callable) -> GroupAttention:
+        """The attention to the next group, whose prefix passes the layers only for the first question about a video."""
+        number = len(preparation.attentions)
+        key = (preparation.prefix, number)
+        prefix_keys = self.cache.get(key) or PrefixKeys()
+        attention = read(prefix_keys)
+        # All groups of a video so far fit into half of the cache, so that they do not replace each other there.
+        if (number + 1) * prefix_keys.nbytes <= self.cache.maxsize / 2:
+            self.cache[key] = prefix_keys
         return attention
 
     def _choose(self, item: Item, features: list[Tensor]) -> Choice:
-        """The choice for a request among the features of its videos, per video `[k, token_width]`."""
+        """Chooses among the features of a request's videos, `[k, token_width]` each."""
         settings = item["settings"]
         layout = self._lay_out(item, self.visual.device)
         _, selection = take_inputs(dict(settings, query_mask=item["query_mask"][None]))
@@ -260,8 +269,8 @@ class QTSplusForVLLM:
 
     def _encode(self, item: Item, encoded: list[Tensor]) -> Generator:
         """
-        Adds the features of each video, `[k, token_width]`. It gives the [`Frames`] that it misses, and takes them; it
-        gives `None` at the end.
+        Appends the features of each video, `[k, token_width]`, to `encoded`. If the item has no pixels, it yields the
+        [`Frames`] that it needs next, and their pixels are sent to it. When all videos are encoded it yields `None`.
         """
         pixels = item.get(PIXELS)
         for index, video in enumerate(item["settings"]["hashes"]):
@@ -274,7 +283,7 @@ class QTSplusForVLLM:
             while features is None:
                 stop = start + chunk_size
                 frames = pixels[index][start:stop] if pixels else (yield [index, start, stop])
-                if frames is None:  # another question may have brought them meanwhile
+                if frames is None:  # none were sent, but another question's frames may have been encoded meanwhile
                     features = self.cache.get(video)
                     continue
                 (tokens,) = super().embed_multimodal(  # type: ignore[misc]
@@ -291,11 +300,11 @@ class QTSplusForVLLM:
             yield None
 
     def _lay_out(self, item: Item, device="cpu") -> Layout:
-        """The full prompt of a request."""
+        """The layout of a request's prompt before tokens are left out."""
         images = item["image_grids"]
         patches = int(images.prod(-1).sum())
         visual = VisualInputs(
-            pixel_values=torch.empty(patches, device="meta"),  # they are counted, and no video's here
+            pixel_values=torch.empty(patches, device="meta"),  # of images; only their number is used
             image_grid_thw=images,
             video_grid_thw=item["video_grid_thw"],
             video_features=(),
@@ -305,7 +314,10 @@ class QTSplusForVLLM:
         return lay_out(self.hooks, visual, ids, torch.ones_like(ids))
 
     def get_mrope_input_positions(self, input_tokens, mm_features) -> tuple[Tensor, int]:
-        """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
+        """
+        The positions `[3, S]` of the shortened prompt, and the offset of decoding: a token's position minus its index.
+        Positions inside the video item do not matter, since [`forward`] replaces them.
+        """
         count = len(input_tokens)
         if self.config.qtsplus_config.position_ids == "sequential":
             return torch.arange(count).expand(3, -1).clone(), 0
@@ -313,46 +325,47 @@ class QTSplusForVLLM:
         if not videos:
             return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
         (video,) = videos
-        item = read(video.data.get_data())
+        item = decode_item(video.data.get_data())
         settings = item["settings"]
-        cut = settings["start"] - video.mm_position.offset  # vLLM may have truncated the prompt in front
+        truncated = settings["start"] - video.mm_position.offset  # tokens that vLLM took from the prompt's beginning
         layout = with_all_times(self._lay_out(item))
         full = layout.rows[0].language_positions
-        before = full[:, cut : settings["start"] + settings["length"]]  # [`forward`] sets those of the item
+        before = full[:, truncated : settings["start"] + settings["length"]]  # up to the end of the shortened item
         after = full[:, settings["stop"] :]
         positions = torch.cat([before, after], dim=1)[:, :count]
         prompt_length = positions.shape[1]
         last = int(positions[:, -1].max())
-        behind = last + 1 - prompt_length
-        answer = torch.arange(prompt_length, count) + behind  # of a request that is taken up again
-        return torch.cat([positions, answer.expand(3, -1)], dim=1), behind
+        offset = last + 1 - prompt_length
+        # An interrupted request that is continued comes with its answer so far.
+        answer = torch.arange(prompt_length, count) + offset
+        return torch.cat([positions, answer.expand(3, -1)], dim=1), offset
 
     def embed_input_ids(self, input_ids, multimodal_embeddings=None, **kwargs):
-        """As vLLM's; the positions behind the embeddings are kept for [`forward`]."""
+        """As vLLM's; takes the positions off the rows of videos, and keeps them for [`forward`]."""
         if multimodal_embeddings is not None and len(multimodal_embeddings):
             width = self.hooks.token_width
             lengths = [len(rows) for rows in multimodal_embeddings]
             all_columns = kwargs["is_multimodal"].nonzero()[:, 0]
-            self.moved = []
-            for of_item, rows in zip(all_columns.split(lengths), multimodal_embeddings, strict=True):
+            self.kept_positions = []
+            for columns, rows in zip(all_columns.split(lengths), multimodal_embeddings, strict=True):
                 if rows.shape[1] > width:
-                    of_rows = rows[:, width:].contiguous().view(torch.int32)
-                    self.moved.append((of_item, of_rows.T))
+                    positions = rows[:, width:].contiguous().view(torch.int32)
+                    self.kept_positions.append((columns, positions.T))
             multimodal_embeddings = [rows[:, :width] for rows in multimodal_embeddings]
         return super().embed_input_ids(input_ids, multimodal_embeddings, **kwargs)  # type: ignore[misc]
 
     def forward(self, input_ids, positions: Tensor, *args, **kwargs):
-        """As vLLM's, with the positions of what was kept of videos."""
-        for columns, moved in self.moved:
+        """As vLLM's, with the original positions of the kept tokens."""
+        for columns, kept_positions in self.kept_positions:
             columns = columns.to(positions.device)
-            # In place: graphs that were captured read this very memory.
-            positions[:, columns] = moved.to(positions)
-        self.moved = []
+            # In place, since captured CUDA graphs read this memory.
+            positions[:, columns] = kept_positions.to(positions)
+        self.kept_positions = []
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
 
 
 def with_all_times(layout: Layout) -> Layout:
-    """The times of all frames stay in the prompts: where vLLM counts, nobody knows which frames keep a token."""
+    """Keeps the times of all frames in the prompts. vLLM counts tokens before it is known which frames keep one."""
     rows = [replace(row, separators=row.separators[:, :0]) for row in layout.rows]
     return replace(layout, rows=rows)
 
@@ -368,25 +381,25 @@ def check_engine(vllm_config) -> None:
     if graphs.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError("cudagraph_mode FULL: expected another, since our code runs in every prefill.")
     if getattr(graphs, "cudagraph_mm_encoder", False):
-        raise ValueError("cudagraph_mm_encoder: expected false, since graphs of the tower would bypass the selector.")
+        raise ValueError("cudagraph_mm_encoder: expected false, since graphs of the encoder would bypass the selector.")
 
 
 class Qwen2_5_VLProcessor(QTSplusMultiModalProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
-    """Of Qwen2.5-VL, and of Qwen2-VL, whose own does not take the times of frames."""
+    """The processor of Qwen2.5-VL, and of Qwen2-VL, whose own processor in vLLM does not take the times of frames."""
 
     def _apply_hf_processor_main(self, mm_items, hf_kwargs):
-        # vLLM has sampled the frames, and for these backbones does not tell the processor, which would sample them too.
+        # vLLM has sampled the frames. For these backbones it does not say so, and the processor would sample again.
         return super()._apply_hf_processor_main(mm_items, dict(hf_kwargs, do_sample_frames=False))
 
 
 class Qwen2VLInfo(qwen2_vl.Qwen2VLProcessingInfo):
-    """Of Qwen2-VL, whose videos come with the times of their frames."""
+    """As vLLM's for Qwen2-VL, but videos come with the times of their frames."""
 
     get_data_parser = qwen2_5_vl.Qwen2_5_VLProcessingInfo.get_data_parser
 
 
 class Qwen3VLProcessor(QTSplusMultiModalProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):
-    """Of Qwen3-VL and Qwen3.5."""
+    """The processor of Qwen3-VL and Qwen3.5."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -417,7 +430,7 @@ class Qwen2VLQTSplusInVLLM(QTSplusForVLLM, qwen2_vl.Qwen2VLForConditionalGenerat
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
 class Qwen3VLQTSplusInVLLM(QTSplusForVLLM, qwen3_vl.Qwen3VLForConditionalGeneration):
-    """Qwen3-VL; the levels of DeepStack stand behind a token's values, and go with it."""
+    """Qwen3-VL. A token's values end with its DeepStack features, so they are kept with it."""
 
     hf_to_vllm_mapper = SELECTOR_WEIGHTS | qwen3_vl.Qwen3VLForConditionalGeneration.hf_to_vllm_mapper
 

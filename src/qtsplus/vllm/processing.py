@@ -1,8 +1,8 @@
 """A request on its way to the engine: how many tokens its videos may keep, and what the engine needs to choose them.
 
 vLLM counts the tokens of a prompt before it encodes anything. So a request's budget has to be a number here already:
-one that the request states, or the model's own, for which worker.py asks the engine. And its videos, which share that
-budget, become one item of the prompt.
+the request states it, or worker.py asks the engine for the model's own. All videos of a request share the budget, so
+they become one item of the prompt.
 """
 
 import hashlib
@@ -31,12 +31,14 @@ BUDGET = {"retention", "max_visual_tokens"}
 BY_QUESTION = ("qtsplus", "lm_attention")  # methods that compare tokens with the question
 BLIND = ("all", "uniform", "temporal_redundancy", "diversity", "coverage")  # methods that never see the question
 
-
 Fields = dict[str, Any]  # settings of a request, or facts about a video
 
 
 def settings_of_request(defaults: Mapping, request: Fields) -> Fields:
-    """The [`SETTINGS`] of a request, beside the server's `defaults` where it states none; a budget is one setting."""
+    """
+    The [`SETTINGS`] of a request. Those that it does not state come from the server's `defaults`, but no budget does if
+    the request states any.
+    """
     settings = {name: defaults[name] for name in SETTINGS if name in defaults}
     stated = {name: value for name, value in request.items() if value is not None}
     if stated.keys() & BUDGET or stated.get("selection") == "all":
@@ -46,7 +48,7 @@ def settings_of_request(defaults: Mapping, request: Fields) -> Fields:
 
 
 def check_settings(settings: Fields) -> None:
-    """Raises `ValueError` for a budget out of range, or a selection that is unknown or not possible here."""
+    """Raises `ValueError` for a budget out of range, an unknown selection, or a `reencode` that is not a boolean."""
     selection = settings["selection"]
     find_method(selection)
     reencode = settings.get("reencode", True)
@@ -56,7 +58,7 @@ def check_settings(settings: Fields) -> None:
 
 
 def count_kept(config, num_tokens: int, settings: Fields) -> int:
-    """How many of `num_tokens` visual tokens stay, as the selector says; `ValueError` if there is no budget."""
+    """How many of `num_tokens` visual tokens the selector will keep; `ValueError` if no budget is stated."""
     if settings["selection"] == "all":
         return num_tokens
     retention = settings.get("retention")
@@ -68,16 +70,16 @@ def count_kept(config, num_tokens: int, settings: Fields) -> int:
             "requests as --mm-processor-kwargs at the server's start."
         )
     cap = int(min(config.n_max, most or config.n_max))
-    return kept_count(retention or 1.0, num_tokens, cap)  # a cap alone is the budget
+    return kept_count(retention or 1.0, num_tokens, cap)  # without a retention, the cap is the budget
 
 
 class QTSplusMultiModalProcessor:
     """
-    In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
-    question: so its cache of processed videos serves every question about one.
+    A mixin for vLLM's processors, which stands before vLLM's class among the bases. vLLM's class works as if nothing
+    were selected. It never sees the question, so its cache of processed videos serves every question about a video.
 
-    Where the workers of vLLM are connected, `call_engine(method, args)` calls a method of theirs, and `release(key)`
-    says that a request is over, by the hash of its video item. Then a video's frames travel to the engine once.
+    `qtsplus serve` connects the processor to the engine. `call_engine(method, args)` calls a method of its workers, and
+    `release(key)` says that a request is over, by the hash of its video item. Then a video's frames are sent once.
     """
 
     info: Any
@@ -87,68 +89,69 @@ class QTSplusMultiModalProcessor:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         defaults = self._defaults
-        add_method(defaults.get("selection"))  # which the operator names
-        self._settings({})  # or every request would be refused
-        # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
+        add_method(defaults.get("selection"))  # may be a function of the operator's own
+        self._settings({})  # wrong defaults are an error at the start, not with every request
+        # vLLM's own cache drops the data of videos that the engine has seen, but our merged item still needs them.
         self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
-        self._one = Lock()
-        self._turn = Lock()
+        self._processing = Lock()
+        self._sending = Lock()  # for the question that sends frames
 
     @property
     def _defaults(self) -> Mapping:
         return self.info.ctx.model_config.get_multimodal_config().mm_processor_kwargs or {}
 
     def _settings(self, request: Fields) -> Fields:
-        """The settings of a request, or of the server or the model where it states none; [`check_settings`] raises."""
+        """The settings of a request. What it does not state comes from the server, then the model. They are checked."""
         settings = {"selection": self.info.get_hf_config().qtsplus_config.selection}
         settings.update(settings_of_request(self._defaults, request))
         check_settings(settings)
         return settings
 
     def get_dummy_inputs(self, *args, **kwargs):
-        """The input by which vLLM measures its memory has no question."""
+        """The input with which vLLM measures its memory. It has no question to select by, so it keeps all tokens."""
         dummy = super().get_dummy_inputs(*args, **kwargs)  # type: ignore[misc]
         return replace(dummy, hf_processor_mm_kwargs={"selection": "all"})
 
     def _apply_hf_processor_main(self, mm_items, hf_kwargs):
-        """As vLLM's, with the seconds of a temporal patch, which it drops for most backbones, and what is `told`."""
+        """As vLLM's, with the [`_facts`] of each video, and the seconds of its steps, which most of vLLM's drop."""
         items = mm_items.get("video")
         if not isinstance(items, VideoProcessorItems):  # none, or embeddings
             return super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
         step = self.info.get_hf_config().vision_config.temporal_patch_size
-        plain = []
-        told = []
-        for frames, about in items.get_all():
-            known = dict(about)
-            count = known["total_num_frames"]
-            if known.pop("mark", None) is None and len(frames) < count:
+        stock_videos = []
+        facts = []
+        for frames, description in items.get_all():
+            metadata = dict(description)
+            count = metadata["total_num_frames"]
+            # Only videos that `Media` of server.py has read have a mark.
+            if metadata.pop("mark", None) is None and len(frames) < count:
                 warnings.warn(
                     f"vLLM or its caller took {len(frames)} of the {count} frames of a video, and not those that "
                     'qtsplus ask looks at; media_io_kwargs={"video": {"num_frames": ...}} says how many vLLM takes.',
                     stacklevel=2,
                 )
-            beside = known.pop("about", {})
-            plain.append((frames, known))
-            told.append(_told(frames, known, beside, step))
-        plain_items = dict(mm_items, video=VideoProcessorItems(plain, items.metadata))
-        processed = super()._apply_hf_processor_main(type(mm_items)(plain_items), hf_kwargs)  # type: ignore[misc]
-        if told:
-            processed["told"] = [as_bytes(of_video) for of_video in told]
-            seconds = [of_video["step"] for of_video in told]
+            about = metadata.pop("about", {})
+            stock_videos.append((frames, metadata))
+            facts.append(_facts(frames, metadata, about, step))
+        stock_items = dict(mm_items, video=VideoProcessorItems(stock_videos, items.metadata))
+        processed = super()._apply_hf_processor_main(type(mm_items)(stock_items), hf_kwargs)  # type: ignore[misc]
+        if facts:
+            processed["facts"] = [as_bytes(of_video) for of_video in facts]
+            seconds = [of_video["step"] for of_video in facts]
             processed.setdefault("second_per_grid_ts", torch.tensor(seconds))
         return processed
 
     def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):
         fields = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))  # type: ignore[misc]
-        for name in ("second_per_grid_ts", "told"):
+        for name in ("second_per_grid_ts", "facts"):
             fields[name] = mm.MultiModalFieldConfig.batched("video", keep_on_cpu=True)
         return fields
 
     def apply(self, inputs, timing_ctx):
-        """As vLLM's, with the request's videos shortened to what may stay of them; `ValueError` for bad requests."""
+        """As vLLM's, with a placeholder for each visual token that will be kept; `ValueError` for bad requests."""
         request = dict(inputs.hf_processor_mm_kwargs)
         unknown = sorted(request.keys() - SETTINGS)
-        if unknown:  # such as a size that nobody bounds, or a misspelt budget
+        if unknown:  # such as a frame size, which nothing would limit, or a misspelt budget
             names = ", ".join(unknown)
             raise ValueError(f"mm_processor_kwargs has {names}; expected {', '.join(SETTINGS)}.")
         settings = self._settings(request)
@@ -159,20 +162,20 @@ class QTSplusMultiModalProcessor:
             mm_uuid_items=marks_of(inputs.mm_data_items),
             cache=inputs.cache and self._processed,
         )
-        with self._one:  # while others wait for their budget
+        with self._processing:  # one request at a time; what follows may wait for the engine
             processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
         if not processed["mm_placeholders"].get("video"):
             return processed
         return self._shorten(processed, settings)
 
     def _check_media(self, inputs) -> None:
-        """Raises `ValueError` for media that were not given by an address, and for placeholders without media."""
+        """Raises `ValueError` for media that did not come as URLs, and for placeholders without media."""
         for kind, items in inputs.mm_data_items.items():
             for item in items.get_all():
-                # `image_pil` would have the processor read any file.
-                is_no_image = kind == "image" and isinstance(item, (str, list, dict))
-                if item is None or is_no_image:
-                    raise ValueError(f"A request's {kind} came as no {kind}_url: expected one.")
+                # `image_pil` passes on names of files too, and the processor would read any file.
+                is_unread = kind == "image" and isinstance(item, (str, list, dict))
+                if item is None or is_unread:
+                    raise ValueError(f"A request's {kind} has no {kind}_url: expected one.")
         config = self.info.get_hf_config()
         placeholders = {"image": config.image_token_id, "video": config.video_token_id}
         counts = inputs.mm_data_items.get_all_counts()
@@ -182,9 +185,9 @@ class QTSplusMultiModalProcessor:
                 raise ValueError(f"A text holds <|{kind}_pad|>, or the {kind} was truncated: leave it out.")
 
     def _shorten(self, processed, settings: Fields):
-        """The processed request with one item for all its videos, of as many placeholders as will be kept."""
+        """The processed request with one item for all its videos, which has a placeholder for each kept token."""
         config = self.info.get_hf_config()
-        placeholder = config.video_token_id  # which is slow to ask for once a token
+        placeholder = config.video_token_id  # read once, since a configuration is slow
         ids = processed["prompt_token_ids"]
         items = processed["mm_kwargs"]
         selection = settings["selection"]
@@ -209,15 +212,15 @@ class QTSplusMultiModalProcessor:
                 "The last turn that a user wrote has no text to select by: expected a question beside the video."
             )
 
-        # Requests that choose alike have one key: vLLM then computes the prompt up to the end of the video once.
+        # Where the choice ignores the question, so does the key. vLLM then prefills a prompt up to its videos once.
         states_fraction = selection == "all" or settings.get("retention") is not None
-        chooses_alike = selection in BLIND and states_fraction
-        front = ids[:stop]
-        key = digest(front if chooses_alike else ids, hashes, settings)
+        ignores_question = selection in BLIND and states_fraction
+        prefix = ids[:stop]
+        key = digest(prefix if ignores_question else ids, hashes, settings)
         settings["key"] = key
-        settings["front"] = digest(front, hashes["video"])
+        settings["prefix"] = digest(prefix, hashes["video"])
         settings["hashes"] = hashes["video"]
-        settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
+        settings["facts"] = [from_bytes(video["facts"].data) for video in items["video"]]
         item = merged_item(items, prompt, mask)
         replaced = ids[start:stop]
         num_tokens = replaced.count(placeholder)
@@ -225,11 +228,11 @@ class QTSplusMultiModalProcessor:
             kept = count_kept(config.qtsplus_config, num_tokens, settings)
         else:
             item["settings"] = element(as_bytes(settings))
-            kept = prepare(self.call_engine, item, self._turn)
+            kept = prepare(self.call_engine, item, self._sending)
             del item[PIXELS]
-            finalize(item, self.release, key).atexit = False  # lives as long as its request
-        between = [token for token in replaced if token != placeholder]  # text that is part of the item
-        length = kept + len(between)
+            finalize(item, self.release, key).atexit = False  # the item lives as long as its request
+        texts = [token for token in replaced if token != placeholder]  # such as the times of frames
+        length = kept + len(texts)
         settings.update(start=start, stop=stop, length=length)
         if selection != "all":
             settings["retention"] = kept / num_tokens
@@ -244,7 +247,7 @@ class QTSplusMultiModalProcessor:
             ]
         return dict(
             processed,
-            prompt_token_ids=ids[:start] + [placeholder] * kept + between + ids[stop:],
+            prompt_token_ids=ids[:start] + [placeholder] * kept + texts + ids[stop:],
             mm_kwargs=mm.MultiModalKwargsItems(dict(items, video=[item])),
             mm_hashes=dict(hashes, video=[key]),
             mm_placeholders=placeholders,
@@ -253,38 +256,37 @@ class QTSplusMultiModalProcessor:
 
 def marks_of(mm_items) -> dict[str, list]:
     """
-    The `mark`s by which vLLM knows the videos of a request, so that their frames are not read again. What clients call
-    them does not count, since two may give the same uuid to different videos.
+    The `mark`s by which vLLM's cache knows the videos of a request, so that it need not hash their frames. A client's
+    `uuid` is not used, since two clients may give the same one to different videos.
     """
     videos = mm_items.get("video")
     if not isinstance(videos, VideoProcessorItems):
         return {}
-    marks = [about.get("mark") for _, about in videos.get_all()]
-    return {"video": marks}
+    return {"video": [description.get("mark") for _, description in videos.get_all()]}
 
 
-def _told(frames, known: Fields, beside: Fields, step: int) -> Fields:
-    """The facts about a video for its answers: `metadata`, the seconds of a `step`, and `beside`, an `AboutVideo`'s."""
+def _facts(frames, metadata: Fields, about: Fields, frames_per_step: int) -> Fields:
+    """What the engine must know of a video: `metadata`, the seconds of a `step`, and the fields of an `AboutVideo`."""
     height, width = frames[0].shape[:2]
-    fields = {"height": height, "width": width, **known}
+    fields = {"height": height, "width": width, **metadata}
     fields.pop("do_sample_frames", None)
-    metadata = VideoMetadata(**fields)
+    complete = VideoMetadata(**fields)
     return {
-        "metadata": dict(vars(metadata)),
-        "step": step / metadata.sampled_fps,
-        "about": beside,
+        "metadata": dict(vars(complete)),
+        "step": frames_per_step / complete.sampled_fps,
+        "about": about,
     }
 
 
 def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
     """
-    All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
-    placeholder `[S]` and its question `[S]`. Its `settings`, as JSON, are added before it goes to the engine.
+    All videos of a request as one item, with what the engine needs to choose among their tokens: the full prompt `[S]`,
+    and a mask of the question in it `[S]`. Its `settings`, as JSON, are added before it goes to the engine.
     """
     videos = [item.get_data() for item in items["video"]]
     image_grids = [image["image_grid_thw"].data.tolist() for image in items.get("image", [])]
     fields = {
-        PIXELS: [video[PIXELS] for video in videos],  # a list: vLLM does not copy it for a batch
+        PIXELS: [video[PIXELS] for video in videos],  # in a list, which vLLM does not copy into a batch
         "video_grid_thw": torch.stack([video["video_grid_thw"] for video in videos]),
         "second_per_grid_ts": torch.stack([torch.as_tensor(video["second_per_grid_ts"]) for video in videos]),
         "image_grids": torch.tensor(image_grids, dtype=torch.long).view(-1, 3),
@@ -300,21 +302,21 @@ def digest(*stated) -> str:
 
 
 def element(data) -> mm.MultiModalFieldElem:
-    """A field of an item, which is on the CPU until the model takes it."""
+    """A field of an item. It stays on the CPU until the model takes it."""
     return mm.MultiModalFieldElem(data, mm.MultiModalBatchedField(keep_on_cpu=True))
 
 
 def as_bytes(fields) -> Tensor:
-    """JSON as a tensor, which is all that an item may hold."""
+    """The fields as JSON in a tensor, since an item holds only tensors."""
     return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
 
 
-def of_bytes(content: Tensor):
+def from_bytes(content: Tensor):
     return json.loads(content.numpy().tobytes())
 
 
-def read(item: Fields) -> Fields:
-    """The data of an item of [`merged_item`], with its settings as they were."""
+def decode_item(item: Fields) -> Fields:
+    """The data of an item of [`merged_item`], with its settings as a dictionary."""
     item = dict(item)
-    item["settings"] = of_bytes(item["settings"])
+    item["settings"] = from_bytes(item["settings"])
     return item

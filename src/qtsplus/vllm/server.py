@@ -1,8 +1,8 @@
 """
-Around vLLM's server: what it lets in, and what its answers rest on.
+What `qtsplus serve` adds to vLLM's server.
 
-`qtsplus serve` puts [`Connection`] around it (`--middleware`) and has it read what requests name through [`Media`]
-(`VLLM_MEDIA_CONNECTOR=qtsplus`).
+[`Connection`], a middleware (`--middleware`), refuses requests that are not allowed and adds evidence to answers.
+[`Media`] reads the images and videos that requests name (`VLLM_MEDIA_CONNECTOR=qtsplus`).
 """
 
 import asyncio
@@ -33,16 +33,16 @@ from ..serve.door import Door
 from ..serve.guard import HEALTH, Guard, refuse
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
-ASKING = 32  # questions that are made ready at once
-RELEASE_SECONDS = 10
+ASKING = 32  # requests that are prepared at once
+RELEASE_SECONDS = 10  # from the end of a request to its release; until then its evidence can be asked for
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
 FRESH_SECONDS = 60  # after which a video behind an address is read again
 HOSTS = "QTSPLUS_HOSTS"  # in the environment: the names that the server answers to
 KEY = "VLLM_API_KEY"  # in the environment: its key
 
-Video = tuple[np.ndarray, dict]  # its frames `[T, H, W, 3]`, and what vLLM is told of it
+Video = tuple[np.ndarray, dict]  # its frames `[T, H, W, 3]`, and its description for vLLM
 
-# The hashes of what the engine was asked while a request was answered.
+# For each prompt that the engine got during a request, the hash of its video item, or "" if it has no video.
 _ASKED: ContextVar[list[str]] = ContextVar("asked")
 # Why the adapter of a request was refused.
 _REFUSED: ContextVar[list[str]] = ContextVar("refused")
@@ -50,7 +50,7 @@ _REFUSED: ContextVar[list[str]] = ContextVar("refused")
 
 def read_frames(processor, place: str, name: str, **reading) -> Video:
     """
-    The frames that `qtsplus ask` looks at, `[T, H, W, 3]` in their size for the model, and what vLLM is told of them.
+    The frames that `qtsplus ask` looks at, `[T, H, W, 3]` in their size for the model, and their description for vLLM.
 
     Args:
         place: the video, as [`Door.place`] gives it.
@@ -62,25 +62,28 @@ def read_frames(processor, place: str, name: str, **reading) -> Video:
         frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])
     except UNREADABLE as error:
         raise ValueError(str(error).replace(place, name)) from error
-    if len(frames) == 1:  # as Transformers shows one to the vision tower
+    if len(frames) == 1:  # Transformers repeats a single frame too
         frames = np.repeat(frames, 2, 0)
-    known = dict(vars(chunks.about))
-    metadata = known.pop("metadata")
-    known["warnings"] = [warning.replace(place, name) for warning in known["warnings"]]
-    about = dict(vars(metadata), video_backend="opencv", do_sample_frames=False, about=known)
-    about["mark"] = mark_of(frames, about)
-    return frames, about
+    about = dict(vars(chunks.about))
+    metadata = about.pop("metadata")
+    about["warnings"] = [warning.replace(place, name) for warning in about["warnings"]]
+    description = dict(vars(metadata), video_backend="opencv", do_sample_frames=False, about=about)
+    description["mark"] = mark_of(frames, description)
+    return frames, description
 
 
-def mark_of(frames: np.ndarray, about: dict) -> str:
-    """A hash of all that vLLM is told of a video."""
+def mark_of(frames: np.ndarray, description: dict) -> str:
+    """A hash of a video's frames and description."""
     digest = hashlib.sha256(frames.tobytes())
-    digest.update(repr((frames.shape, about)).encode())
+    digest.update(repr((frames.shape, description)).encode())
     return digest.hexdigest()
 
 
-def _state(door: Door, processor, url: str, **reading):
-    """A key that differs where a video differs, its name, or how it is read; an address is read again in a minute."""
+def _key_of_video(door: Door, processor, url: str, **reading):
+    """
+    The cache's key for a video. It depends on the file's state, its name, and how it is read. For an address the state
+    is unknown, so its key changes with time.
+    """
     if is_inline(url):
         return hashkey(hashlib.sha256(url.encode()).digest(), **reading)
     if is_address(url):
@@ -89,9 +92,9 @@ def _state(door: Door, processor, url: str, **reading):
         return hashkey(url, os.stat(place).st_dev, *file_state(place).values(), **reading)
 
 
-# Of questions about one video that come together, one reads it and the others wait.
-@cached(LRUCache(READ_BYTES, lambda video: video[0].nbytes), _state, condition=Condition())
-def _read(door: Door, processor, url: str, **reading) -> Video:
+# With a condition, the first of several questions about a video reads it while the others wait.
+@cached(LRUCache(READ_BYTES, lambda video: video[0].nbytes), _key_of_video, condition=Condition())
+def _read_video(door: Door, processor, url: str, **reading) -> Video:
     """The video that a request names."""
     with door.place(url) as place:
         return read_frames(processor, place, shown_name(url), **reading)
@@ -99,10 +102,10 @@ def _read(door: Door, processor, url: str, **reading) -> Video:
 
 @MEDIA_CONNECTOR_REGISTRY.register("qtsplus")
 class Media(MediaConnector):
-    """What requests name: fetched through a [`Door`], and videos read as Transformers reads them."""
+    """Fetches the images and videos of requests through a [`Door`], and reads videos as Transformers does."""
 
     processor: Any = None  # of the model that is served
-    most_frames = 0  # of a video, where the server is started with more than the processor takes
+    most_frames = 0  # `num_frames` of the server; the limit for a request, if it is above the processor's
 
     def load_from_url(self, url, media_io, *, fetch_timeout=None):
         if is_inline(url):
@@ -114,10 +117,10 @@ class Media(MediaConnector):
         return await asyncio.to_thread(self.load_from_url, url, media_io)
 
     def fetch_video(self, video_url, **kwargs):
-        return _read(self._door, self.processor, video_url, **self._reading())
+        return _read_video(self._door, self.processor, video_url, **self._reading())
 
     def _reading(self) -> dict:
-        """How a request's `media_io_kwargs` have its videos read; `ValueError` for what cannot be."""
+        """A request's `media_io_kwargs` as arguments of the processor's `video_chunks`; `ValueError` for wrong ones."""
         stated = self.media_io_kwargs.get("video") or {}
         unknown = sorted(stated.keys() - {"fps", "num_frames"})
         if unknown:
@@ -141,8 +144,8 @@ class Media(MediaConnector):
 
 class Connection(Guard):
     """
-    A [`Guard`] around vLLM's server, behind which each choice of an answer gets what it rests on, as `qtsplus`.
-    It also connects the processor to the engine.
+    A [`Guard`] around vLLM's server. Each choice in an answer gets a field `qtsplus` with its evidence and counts.
+    The first request also connects the processor to the engine.
     """
 
     def __init__(self, app: ASGIApp):
@@ -156,11 +159,13 @@ class Connection(Guard):
         )
 
     def _connect(self, engine) -> None:
-        """Connects the processor to the engine, when the first request comes."""
+        """Connects the processor to the engine, and puts three functions before those of the engine."""
         loop = asyncio.get_running_loop()
         renderer = engine.renderer
         processor = renderer.get_mm_processor()
         generate = engine.generate
+        add_request = engine.add_request
+        add_lora = engine.add_lora
 
         def call(method, args):
             return asyncio.run_coroutine_threadsafe(engine.collective_rpc(method, args=args), loop)
@@ -169,12 +174,15 @@ class Connection(Guard):
             return call(method, args).result()  # in the thread where requests are prepared
 
         def release(key):
-            if not loop.is_closed():  # later, since the answer is still told what it rests on
+            if not loop.is_closed():
                 loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (key,))
 
-        add_request = engine.add_request
+        def generate_and_note(prompt, *args, **kwargs):
+            videos = prompt.get("mm_hashes", {}).get("video", [""])
+            _ASKED.get([]).extend(videos)
+            return generate(prompt, *args, **kwargs)
 
-        async def add_whole(*args, **kwargs):
+        async def add_or_abort(*args, **kwargs):
             """Ends a request whose client leaves while it is sent; vLLM would run it after its tokens were released."""
             sending = asyncio.ensure_future(add_request(*args, **kwargs))
             try:
@@ -184,28 +192,21 @@ class Connection(Guard):
                 await engine.abort(sent.request_id, internal=True)
                 raise
 
-        def noting(prompt, *args, **kwargs):
-            videos = prompt.get("mm_hashes", {}).get("video", [""])
-            _ASKED.get([]).extend(videos)
-            return generate(prompt, *args, **kwargs)
-
-        add_lora = engine.add_lora
-
-        async def add_checked(request):
+        async def check_and_add_lora(request):
             try:
                 await asyncio.to_thread(check_served_adapter, request.lora_path)
-            except ValueError as error:  # of which vLLM tells its log alone, or answers with status 500
+            except ValueError as error:  # vLLM writes it only into its log, or answers with status 500
                 _REFUSED.get([]).append(str(error))
                 raise
             return await add_lora(request)
 
         self.engine = engine
-        engine.generate = noting
-        engine.add_request = add_whole
-        engine.add_lora = add_checked
+        engine.generate = generate_and_note
+        engine.add_request = add_or_abort
+        engine.add_lora = check_and_add_lora
         processor.call_engine = call_and_wait
         processor.release = release
-        # In vLLM's own single thread each request would wait for a step of the engine, one after the other.
+        # Preparing a request waits for the engine. vLLM's own pool has one thread, so requests would wait in turn.
         pool = ThreadPoolExecutor(ASKING)
         renderer._process_multimodal_async = make_async(renderer._process_multimodal, executor=pool)
         config = engine.vllm_config.model_config
@@ -216,7 +217,8 @@ class Connection(Guard):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
             return await self.server(scope, receive, send)
-        if "/inference/" in scope["path"]:  # there items come of any age and content, which may end the engine
+        # These addresses take items that are already processed. Wrong or outdated ones may end the engine.
+        if "/inference/" in scope["path"]:
             return await refuse(404, "There is nothing here for clients.")(scope, receive, send)
         if self.engine is None:
             self._connect(scope["app"].state.engine_client)
@@ -224,18 +226,18 @@ class Connection(Guard):
         _ASKED.set(asked)
         refused: list[str] = []
         _REFUSED.set(refused)
-        await self.server(scope, receive, self._telling(asked, refused, send))
+        await self.server(scope, receive, self._send_with_basis(asked, refused, send))
 
-    def _telling(self, asked: list[str], refused: list[str], send: Send) -> Send:
-        """Sends an answer, or the parts of a stream, with what its choices rest on, or why its adapter was refused."""
+    def _send_with_basis(self, asked: list[str], refused: list[str], send: Send) -> Send:
+        """A `send` that adds evidence to an answer or the parts of a stream, or says why an adapter was refused."""
         start: Message = {}
 
-        async def tell(message: Message) -> None:
+        async def send_with_basis(message: Message) -> None:
             if message["type"] == "http.response.start":
-                start.update(message)  # waits for the body, whose length may be another
+                start.update(message)  # sent with the body, since the body's length may change
                 return
             body = message.get("body", b"")
-            body = await self._told(body, asked)
+            body = await self._add_basis(body, asked)
             if start:
                 if refused and start["status"] >= 400:
                     start["status"] = 400
@@ -247,10 +249,10 @@ class Connection(Guard):
                 start.clear()
             await send(dict(message, body=body))
 
-        return tell
+        return send_with_basis
 
-    async def _told(self, body: bytes, asked: list[str]) -> bytes:
-        """A whole answer, or one event of a stream, with what its finished choices rest on."""
+    async def _add_basis(self, body: bytes, asked: list[str]) -> bytes:
+        """A whole answer, or one event of a stream, with the evidence and counts of its finished choices."""
         content = body.removeprefix(b"data: ")
         if not any(asked) or not content.startswith(b"{"):
             return body
@@ -265,5 +267,5 @@ class Connection(Guard):
             choice["qtsplus"] = basis
         if not finished:
             return body
-        told = json.dumps(answer).encode()
-        return body.replace(content.rstrip(), told)
+        with_basis = json.dumps(answer).encode()
+        return body.replace(content.rstrip(), with_basis)

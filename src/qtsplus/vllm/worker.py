@@ -74,10 +74,10 @@ class Worker:
         return choice and choice.basis
 
 
-def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> int:
+def prepare(call_engine: Callable[..., Any], item, sending: Lock) -> int:
     """
-    Has the engine choose a request's tokens and keep them, and gives their number. Frames are sent only if the engine
-    does not have their features, and only by the question that holds `turn`; other questions wait for it.
+    Has the engine choose a request's tokens and hold them, and returns their number. Frames are sent only if the engine
+    does not have their features, and only by the question that holds `sending`; other questions wait for it.
 
     Args:
         item: what [`processing.merged_item`] has made.
@@ -96,7 +96,7 @@ def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> int:
 
     answer = ask()
     if isinstance(answer, list):
-        with turn:
+        with sending:
             answer = ask()  # another question may have sent the frames meanwhile
             while isinstance(answer, list):
                 video, start, stop = answer
