@@ -4,7 +4,8 @@
 
 Writes three files beside the first, with the same questions and answers: `test-own.jsonl` as they are,
 `test-other-question.jsonl` with another question about the same video as `query`, and `test-other-video.jsonl` with a
-question about another video. Questions that no other question about their video differs from are left out of all three.
+question about another video. Questions that no other question about their video, or about another video, differs from
+are left out of all three.
 `qtsplus eval` then shows what is lost: where the question chooses, the two others are right less often.
 """
 
@@ -13,22 +14,29 @@ import json
 import random
 from pathlib import Path
 
+from qtsplus.data.formats import iter_rows
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, help="JSONL of records with `video`; several about each video")
     path: Path = parser.parse_args().records
-    with open(path, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = []
+    for row in iter_rows(path):
+        if row.record is None or not row.content.get("video") or "question" not in row.content:
+            parser.error(f"row {row.number} of {path} has no `question` about a `video`: {row.problem or row.content}")
+        rows.append(row.content)
     draw = random.Random(0)
     own, other_question, other_video = [], [], []
     for row in rows:
         same = [other for other in rows if other["video"] == row["video"] and is_other(row, other)]
-        if same:
+        elsewhere = [other for other in rows if other["video"] != row["video"] and text(other) != text(row)]
+        if same and elsewhere:
             own.append(row)
             other_question.append(selecting_by(row, draw.choice(same)))
-            elsewhere = [other for other in rows if other["video"] != row["video"] and text(other) != text(row)]
             other_video.append(selecting_by(row, draw.choice(elsewhere)))
+    if not own:
+        parser.error(f"{path} needs several different questions about each video, and two videos at least")
     for name, records in (("own", own), ("other-question", other_question), ("other-video", other_video)):
         target = path.with_name(f"{path.stem}-{name}.jsonl")
         target.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

@@ -12,6 +12,10 @@ import json
 from itertools import islice
 from pathlib import Path
 
+from qtsplus.common.files import whole_file
+from qtsplus.data.formats import iter_rows
+from qtsplus.data.records import VideoRecord
+
 FPS = 2.0
 
 
@@ -22,20 +26,19 @@ def main() -> None:
     parser.add_argument("--captions", action="store_true", help="the answers are captions of their videos")
     parser.add_argument("--limit", type=int, help="so many rows, the first ones; without it all")
     given = parser.parse_args()
-    with open(given.rows, encoding="utf-8") as rows, open(given.out, "w", encoding="utf-8") as out:
-        for line in islice(rows, given.limit):
-            record = make_record(json.loads(line), given.captions)
+    with whole_file(given.out) as out:
+        for row in islice(iter_rows(given.rows), given.limit):
+            if not isinstance(row.record, VideoRecord):
+                parser.error(f"row {row.number} of {given.rows} ({row.id}) cannot be used: {row.problem}")
+            record = make_record(row.record, given.captions)
             out.write(json.dumps(record) + "\n")
 
 
-def make_record(row: dict, is_caption: bool) -> dict:
-    """A row, a conversation of one question and one answer, as a record."""
-    asked, said = row["conversations"]
-    record = {"id": row["id"], "fps": FPS}
+def make_record(row: VideoRecord, is_caption: bool) -> dict:
+    """A row, a conversation, as a record."""
     if is_caption:
-        return record | {"vision_id": row["video"], "caption": said["value"]}
-    question = asked["value"].replace("<video>", "").strip()
-    return record | {"video": row["video"], "question": question, "answer": said["value"]}
+        return {"id": row.id, "fps": FPS, "vision_id": row.video, "caption": row.answer}
+    return row.row() | {"fps": FPS, "question": row.question.strip()}
 
 
 if __name__ == "__main__":

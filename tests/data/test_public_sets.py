@@ -78,6 +78,17 @@ def test_sharegptvideo_s_conversations_are_questions_or_captions(convert):
     assert row.record == Caption(vision_id="v_abc-Scene-011", caption="A newsroom.", fps=2, id=row.record.id)
 
 
+def test_sets_that_cannot_be_used_are_refused_in_words(convert, capsys):
+    Path("tool.jsonl").write_text('{"video": "a", "conversations": [{"from": "tool", "value": "{}"}]}')
+    Path("alone.jsonl").write_text('{"video": "a.mp4", "question": "Who?", "answer": "Ann"}')
+    for command in ("sharegptvideo.py tool.jsonl out.jsonl", "controls.py alone.jsonl"):
+        with pytest.raises(SystemExit):
+            convert(*command.split())
+    shown = capsys.readouterr().err
+    assert "row 1 of tool.jsonl (a) cannot be used: conversations has turns of ['tool']" in shown
+    assert "alone.jsonl needs several different questions about each video, and two videos at least" in shown
+
+
 def test_controls_select_by_another_question_of_the_same_video_and_of_another(convert):
     convert("nextgqa.py", "val.csv", "out.jsonl", "--moments", "gsub_val.json")
     own = read_records(convert("controls.py", "out.jsonl").with_name("out-own.jsonl"))
