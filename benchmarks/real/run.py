@@ -12,7 +12,7 @@ from qtsplus.evaluation.calibration import calibrate, write_attention
 from qtsplus.evaluation.labelled import labelled_questions
 from qtsplus.training.models import load_either
 from qtsplus.training.recipe import load_stages
-from qtsplus.training.running import is_finished, last_checkpoint, run_stages
+from qtsplus.training.running import last_checkpoint, run_stages
 
 from ..bases import REAL
 from .base import save_base, save_parts
@@ -86,7 +86,7 @@ def teach_selector(work: Path) -> Path:
         f"training.output_dir={folder}",
     ]
     stage = load_stages(RECIPE, [*SETTINGS, *own])[-1]
-    if not is_finished(folder):
+    if not (folder / "trainer_state.json").exists():
         stage = replace(stage, model=replace(stage.model, weights=str(labels)))
         run_stages([stage], resume=last_checkpoint(folder) is not None)
     model, processor = load_either(str(folder))

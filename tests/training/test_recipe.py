@@ -178,8 +178,6 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ("training.max_steps=0", "max_steps is 0; expected at least 1"),
         ("data.train_files=data.jsonl", "data.train_files is 'data.jsonl'; expected a valid array"),
         ("model.dtype=int8", "model.dtype is 'int8'; expected 'float32'"),
-        ("model.selector=[", "is not YAML that can be read"),
-        ("model.selector=!!python/name:os.system", "is not YAML that can be read"),
         ("training.deepspeed=none.json", "package that is not installed"),
         ("training.per_device_train_batch_size=0", "per_device_train_batch_size is 0; expected more than 0"),
         ("training.output_dir=", "training.output_dir is null; expected the folder"),
@@ -283,8 +281,6 @@ def test_a_run_ends_in_a_hub_folder_and_can_go_on(recipe_file):
     folder = run(recipe)
     assert_hub_folder(folder)
     assert_hub_folder(folder / "checkpoint-2")
-    with pytest.raises(ValueError, match="holds .*, which is not replaced"):
-        run(recipe)
     (folder / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match="which is not replaced: .*go on with --resume"):
         run(recipe)

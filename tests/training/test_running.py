@@ -232,9 +232,9 @@ def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_
     ("override", "message"),
     [
         ("data.train_files=[none.jsonl]", "There is no file 'none.jsonl'"),
-        ("data.eval_files=[none.jsonl]", "There is no file 'none.jsonl'"),
         ("data.media_root=none", "There is no folder 'none'"),
-        ("data.processor_kwargs={nonsense: 1}", "processor_kwargs.nonsense is no setting of"),
+        ("data.processor_kwargs={max_frame: 1}", "processor_kwargs.max_frame is no field; the nearest are max_frames"),
+        ("data.processor_kwargs={max_frames: -1}", "Got max_frames=-1; expected a finite number above 0"),
         ("data.features=FOLDER/tiny.yaml", "tiny.yaml is a file; expected a folder"),
         ("training.output_dir=FOLDER/tiny.yaml", "tiny.yaml is a file; expected a folder"),
         ("training.output_dir=FOLDER", "which is not replaced"),

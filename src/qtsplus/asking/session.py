@@ -159,10 +159,10 @@ class VideoSession:
         """
         if name is not None and check_name(name) in self.videos:
             raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
-        if options and isinstance(video, EncodedVideo):
-            raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
         if not isinstance(video, EncodedVideo):
             video = encode(self.model, self.processor, video, **options)
+        elif options:
+            raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
         if name is None:
             name = self._free_name(video.video)
         self.videos[name] = video

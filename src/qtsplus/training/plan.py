@@ -4,14 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import create_model
 from torch import nn
 from transformers import AutoVideoProcessor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..common.files import size
+from ..common.validation import STRICT, build
 from ..hub.checkpoint import on_meta
 from ..hub.files import require_variant
 from ..model.budget_qtsplus import kept_count
+from ..model.sampling_qtsplus import VIDEO_KEYS, read_keys
 from .attention import check_relevance
 from .freezing import prepare_parts, trained_and_all, vision_modules
 from .models import make_config
@@ -68,14 +71,15 @@ def make_plan(recipe: Recipe) -> Plan:
 
 
 def _check_processor_kwargs(recipe: Recipe) -> None:
-    """Raises `ValueError` for what no call of the processor would read."""
+    """Raises `ValueError` for what no call of the processor would read, and for values that no video can have."""
     args = recipe.model
     source = args.weights if args.variant is None else require_variant(args.variant)
     video_processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
-    known = {"min_frames", "max_frames", "videos_kwargs", "text_kwargs", *video_processor.valid_kwargs.__annotations__}
-    for name in recipe.data.processor_kwargs:
-        if name not in known:
-            raise ValueError(f"processor_kwargs.{name} is no setting of the processor: {', '.join(sorted(known))}.")
+    known = ["min_frames", "max_frames", "videos_kwargs", "text_kwargs", *video_processor.valid_kwargs.__annotations__]
+    types: dict = dict.fromkeys(known, (object, None))
+    settings = recipe.data.processor_kwargs
+    build("data.processor_kwargs.", create_model("Settings", __config__=STRICT, **types), settings)
+    read_keys({name: settings.get(name) for name in VIDEO_KEYS})
 
 
 def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:

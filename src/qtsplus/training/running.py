@@ -47,7 +47,8 @@ def check_folders(stages: Sequence[Recipe], resume: bool = False) -> list[Recipe
     unfinished = []
     last = stages[-1]
     for stage in stages:
-        if resume and is_finished(stage.output_dir) and (stage is not last or is_trained(stage, stage.output_dir)):
+        is_finished = (stage.output_dir / TRAINER_STATE_NAME).exists()
+        if resume and is_finished and (stage is not last or is_trained(stage, stage.output_dir)):
             logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
         else:
             find_start(stage, resume)
@@ -96,11 +97,6 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         trainer.save_model()
         trainer.save_state()  # the last file that is written: it marks a finished run
     return output_dir
-
-
-def is_finished(output_dir: Path) -> bool:
-    """Whether a run into this folder has finished."""
-    return (output_dir / TRAINER_STATE_NAME).exists()
 
 
 def is_trained(recipe: Recipe, folder: Path) -> bool:
