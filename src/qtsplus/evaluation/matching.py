@@ -32,6 +32,8 @@ _PLAIN = {
     r"(?i)(?<=\d) thousand\b": "000",
     r"(?i)(?<=\d) hundred\b": "00",
     r"(?i)\bhalf a million\b": "500000",
+    r"(?i)\b(hundred|thousand|million)s\b": r"\1_s",  # it would read "hundreds" as 100,
+    r"(?i)\b(one|two|three|four|five|six|seven|eight|nine|ten)-(?=[a-z])": r"\1 ",  # and not read "five-year-old"
     r"(?i)(?<!half )\ba dozen\b": "12",
     r"(?i)\bnone\b": "0",
 }
