@@ -29,6 +29,19 @@ def failing(candidates, n):
 
 def leaving(candidates, n):
     raise SystemExit("too few")
+
+
+def refusing(candidates, n):
+    raise ValueError("too many")
+
+
+def missing(candidates, n):
+    return open("scores.pt")
+
+
+@torch.no_grad()
+def multiplying(candidates, n):
+    return torch.einsum("ij,jk", torch.ones(2), torch.ones(2))
 """
 
 
@@ -92,7 +105,10 @@ def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     assert report["kept"] == pytest.approx(0.25)
     for method, words in {
         "failing": "line 14 of {mine}: TypeError",
-        "leaving": "line 18 of {mine}: SystemExit",
+        "leaving": "line 18 of {mine}: SystemExit: too few",
+        "refusing": "line 22 of {mine}: ValueError: too many",
+        "missing": "line 26 of {mine}: FileNotFoundError: [Errno 2] No such file or directory: 'scores.pt'",
+        "multiplying": "line 31 of {mine}: RuntimeError: ",
     }.items():
         failed = tmp_path / f"{method}.jsonl"
         run("batch", records, "--out", failed, *own, "--selection", f"{mine}:{method}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from pkgutil import resolve_name
-from traceback import extract_tb
+from traceback import walk_tb
 
 import torch
 import torch.nn.functional as F
@@ -438,16 +438,19 @@ def add_method(name: MethodOrName | None) -> None:
 
 def _run_own(name: str, method: Method, candidates: Candidates, n: int) -> Tensor:
     """
-    What a method of one's own returns. An error that is not about an input or about memory becomes a `ValueError` that
-    names the method, so it costs only the question that asked for it.
+    What a method of one's own returns. An error that is not about memory becomes a `ValueError` that names the method
+    and the innermost line of its own module, so it costs only the question that asked for it.
     """
     try:
         return method(candidates, n)
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:  # it may raise anything
-        place = extract_tb(error.__traceback__)[-1]
-        raise ValueError(f"selection={name!r} failed in line {place.lineno} of {place.filename}: {error!r}.") from error
+        place = repr(method)
+        for frame, line in walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__") == method.__module__:
+                place = f"line {line} of {frame.f_code.co_filename}"
+        raise ValueError(f"selection={name!r} failed in {place}: {type(error).__name__}: {error}") from error
 
 
 def no_question(row: int, num_tokens: int) -> ValueError:
