@@ -51,6 +51,8 @@ def test_outputs_that_can_be(tmp_path):
         (check_output, "", "is a folder"),
         (check_output, "link", "there already"),
         (check_output, "file/below", "is a file"),
+        (check_output, "new/../file", "there already"),
+        (check_folder, "new/../file", "is a file"),
         (check_folder, "file", "is a file"),
     ],
 )

@@ -69,23 +69,25 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
     The path of a file that is about to be made, before anything is computed for it; a `ValueError` for a folder, a file
     that is there already and may not be overwritten, or a place that cannot be written.
     """
-    target = Path(path)
+    target = check_folder(Path(path).parent) / Path(path).name
     if target.is_dir():
         raise ValueError(f"{target} is a folder; expected the name of a file to write.")
     if os.path.lexists(target) and not overwrite:
         raise ValueError(f"{target} is there already: name another file, or move it away.")
-    check_folder(target.parent)
     return target
 
 
 def check_folder(path: str | os.PathLike) -> Path:
-    """The path of a folder for results, which need not be there yet; a `ValueError` for one that cannot be written."""
-    existing = _existing(Path(path))
+    """
+    The real path of a folder for results, which need not be there yet; a `ValueError` for one that cannot be written.
+    """
+    folder = Path(path).resolve()  # else `..` behind a folder that is not there yet would hide what is there
+    existing = _existing(folder)
     if not existing.is_dir():
         raise ValueError(f"{existing} is a file; expected a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{existing} cannot be written: choose another place, or change its permissions.")
-    return Path(path)
+    return folder
 
 
 def _existing(folder: Path) -> Path:

@@ -70,7 +70,7 @@ def check_own(folder: str | Path, *sources: str | Path) -> Path:
     The folder of [`whole_folder`], before anything is computed for it; raises as that does, and `ValueError` for a
     folder in one of the sources that are read.
     """
-    folder = check_folder(folder).resolve()
+    folder = check_folder(folder)
     for source in sources:
         place = Path(source).resolve()
         if place.is_dir() and folder.is_relative_to(place):
