@@ -285,8 +285,8 @@ def about_one_video(rows):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_evidence, "0 videos with evidence can be read"),
-        (about_one_video, "1 videos with evidence can be read"),
+        (without_evidence, "Videos with evidence that can be read: 0"),
+        (about_one_video, "Videos with evidence that can be read: 1"),
     ],
 )
 def test_a_set_that_cannot_be_measured_is_refused(change, message, labelled, tmp_path):

@@ -290,8 +290,8 @@ def test_a_time_that_is_damaged_moves_no_other(tmp_path, codec, seconds):
     check_times(watched, FOUR_SECONDS)
     assert len(watched) >= 19
     (warning,) = warnings_of(path)
-    assert " has 1 damaged times " in warning
-    assert " has 1 damaged times " in source.warnings[0]
+    assert " has damaged times among its frames (1), " in warning
+    assert " has damaged times among its frames (1), " in source.warnings[0]
 
 
 def test_no_more_is_lost_than_is_looked_at(tmp_path):
@@ -359,7 +359,7 @@ def test_damage_in_a_recording_is_said(tmp_path):
     end = places[20] - 188 * 3 - 50
     begin = places[80] + 90
     path.write_bytes(data[:end] + data[begin:])
-    assert "frames are damaged and left out" in " ".join(warnings_of(path))
+    assert "damaged frames are left out" in " ".join(warnings_of(path))
 
 
 def test_a_recording_in_pieces_on_one_clock_has_no_damage(tmp_path):

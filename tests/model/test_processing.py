@@ -341,7 +341,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_the_rate_of_given_frames_gives_their_times(processor, form):
     videos = FORMS[form](shaded_frames(8))
-    with pytest.raises(ValueError, match="8 frames without their times.*fps=.*--fps.*encode.*video_metadata="):
+    with pytest.raises(ValueError, match=r"frames \(8\) without their times.*fps=.*--fps.*encode.*video_metadata="):
         processor(text=PROMPT, videos=videos)
     inputs = processor(text=PROMPT, videos=videos, fps=4.0, return_tensors="pt")
     assert steps_and_seconds(inputs) == (4, 0.5)

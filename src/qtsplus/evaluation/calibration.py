@@ -166,8 +166,8 @@ def halves(questions: Questions) -> Sequence[Questions]:
     videos = list(dict.fromkeys(question.video for question in questions))
     if len(videos) < 2:
         raise ValueError(
-            f"{len(videos)} videos with evidence can be read; expected two or more, to check with. A record says as "
-            "`evidence` when and where its answer can be seen."
+            f"Videos with evidence that can be read: {len(videos)}; expected two or more, to check with. A record says "
+            "as `evidence` when and where its answer can be seen."
         )
     return [[question for question in questions if question.video in half] for half in (videos[::2], videos[1::2])]
 

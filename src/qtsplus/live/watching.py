@@ -111,6 +111,7 @@ class Source:
         self.clock: Clock | None = None
         self.sound = False  # whether the source has sound, which is not read
         self._faults: list[str] = []  # the ends of sentences that begin with "The stream ..."
+        self._gap: list[str] = []  # the same about the newest gap, if there was one
         self._waiting: queue.Queue[Any] = queue.Queue(ROOM)
         self._closed = False
         reader = threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}")
@@ -145,12 +146,12 @@ class Source:
     @property
     def warnings(self) -> list[str]:
         """What is wrong with the source so far, one sentence each."""
-        faults = self._faults
+        faults = self._faults + self._gap
         if self.clock is not None:
             faults = self.clock.states + faults
         warnings = [f"The stream {self.name!r} {fault}." for fault in faults]
         if self.dropped:
-            warnings.append(f"{self.dropped} frames of {self.name!r} came too fast to be encoded.")
+            warnings.append(f"Frames of {self.name!r} came too fast to be encoded, and were left out: {self.dropped}.")
         return warnings
 
     def close(self) -> None:
@@ -208,6 +209,8 @@ class Source:
             upright = Upright()
             last_slot = -1
             for seconds, frame in self._timed(container, stream, opened):
+                if 0 < self.end < seconds - LEAP and not (stated and stated.is_of_video):  # else it may be a still
+                    self._gap = [f"has no frame for {seconds - self.end:.0f} s from {self.end:.1f} s on"]
                 self.newest = max(self.newest, seconds)
                 duration = float((frame.duration or 0) * (frame.time_base or 0))
                 self.end = self.newest + (duration or 1 / self.fps)

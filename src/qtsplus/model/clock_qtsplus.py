@@ -81,7 +81,7 @@ class Clock:
             restarts = len(self.joins)
             states.append(f"has a clock that restarts after {first:.1f} s (restarts: {restarts}); times continue there")
         if self.strays:
-            states.append(f"has {self.strays} damaged times among its frames, which are replaced or left out")
+            states.append(f"has damaged times among its frames ({self.strays}), which are replaced or left out")
         return states
 
     def over(self, packets: Iterable["av.Packet"], live: bool = False) -> Iterator["av.Packet"]:

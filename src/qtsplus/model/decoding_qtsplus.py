@@ -222,7 +222,7 @@ class VideoDecoder:
         elif self.breaks_off:
             faults.append(f"nothing after {end:.1f} s can be read")
         if damaged:
-            faults.append(f"{damaged} of its {packets} frames are damaged and left out")
+            faults.append(f"damaged frames are left out ({damaged} of {packets})")
         return "; ".join(faults)
 
     def _warn(self, fault: str) -> None:

@@ -110,7 +110,7 @@ def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> Vide
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
     if metadata is None and fps is None:
         raise ValueError(
-            f"Got {count} frames without their times. Pass the rate at which they were sampled as `fps=...`"
+            f"Got frames ({count}) without their times. Pass the rate at which they were sampled as `fps=...`"
             ' (on the command line `--fps`), or `{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}` as'
             " `metadata=` of `encode`, or in a list as `video_metadata=` of the processor."
         )
