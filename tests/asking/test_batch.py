@@ -175,7 +175,7 @@ def test_bad_videos_and_bad_rows_are_rows_with_their_error(batch, rows):
     batch.file.write_text("\n".join([good, *BAD_ROWS, good]))
     result = batch.run()
     assert result.exit_code == 0
-    assert "15 of 17 rows have an error" in result.stderr
+    assert ": 15 of 17; the same command" in result.stderr
     first, *bad, last = read(batch.out)
     assert first["answer"] == last["answer"]
     assert [row["id"] for row in bad[:9]] == [2, "gone", 4, 5, 6, 7, 8, 9, 10]
@@ -260,7 +260,11 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
         ),
         (
             b"id,video,question\na,clip0.mp4,What?\nb,clip0.mp4,Who?\na,clip1.mp4,What?\n",
-            'rows.csv have the same id, "a"; expected another one for each',
+            "rows.csv have the same id, 'a'; expected another one for each",
+        ),
+        (
+            b"id,video,question\n2,clip0.mp4,What?\n,clip0.mp4,Who?\n",
+            "Rows 1 and 2 of",
         ),
         (
             b"video,question,question\nclip0.mp4,What?,Who?\n",
@@ -307,7 +311,7 @@ def test_output_in_the_present_folder_does_not_end_a_second_run(batch, rows, tmp
     for _ in range(2):
         result = batch.run()
         assert result.exit_code == 0, result.stderr
-        assert "1 of 3 rows have an error" in result.stderr
+        assert "out.jsonl: 1 of 3; the same command" in result.stderr
 
 
 KILLED = """

@@ -80,11 +80,8 @@ class Questions:
     @property
     def unused(self) -> list[str]:
         """Names that stand in rows and say nothing here."""
-        names: set[str] = set()
-        for row in self.rows:
-            if isinstance(row.content, Mapping):
-                names.update(map(str, row.content))
-        return sorted(names - QuestionRow.model_fields.keys())
+        contents = [row.content for row in self.rows if isinstance(row.content, Mapping)]
+        return sorted({str(name) for content in contents for name in content} - QuestionRow.model_fields.keys())
 
 
 def read_questions(path: Path, media_root: Path | None = None) -> Questions:
@@ -98,11 +95,11 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
     first_rows: dict[str, int] = {}
     state_of = cache(media_state)
     for row in rows:
-        name = json.dumps(_named(row)["id"])
+        name = str(_named(row)["id"])
         first = first_rows.setdefault(name, row.number)
         if first != row.number:
             raise ValueError(
-                f"Rows {first} and {row.number} of {path} have the same id, {name}; expected another one for each. A "
+                f"Rows {first} and {row.number} of {path} have the same id, {name!r}; expected another one for each. A "
                 "row without an id has its number."
             )
         try:
@@ -229,8 +226,7 @@ def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
                     outcome = failed.get(key) or journal.done[key].model_dump()
                 else:
                     outcome = {"error": questions.problems[row.number]}
-                line = _named(row) | outcome
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(_named(row) | outcome) + "\n")
                 counts["error" if "error" in outcome else "answer"] += 1
     return counts
 

@@ -47,6 +47,6 @@ def batch(
         counts = run_batch(questions, out, asker)
     wrote(out)
     if counts["error"]:
-        note(f"{counts['error']} of {counts.total()} rows have an error in {out}; the same command asks them again.")
+        note(f"Rows with an error in {out}: {counts['error']} of {counts.total()}; the same command asks them again.")
     if not counts["answer"]:
         fail(f"no question of {file} was answered", 1)
