@@ -41,7 +41,8 @@ def index(
         videos: the folder; a video is called by its path in it.
         folder: the library, which need not be there yet.
         name: what the model is called, such as its folder, for messages about another one.
-        prune: remove videos whose files are gone or can no longer be read, which is an error otherwise.
+        prune: remove videos whose files are gone or can no longer be read, which is an error otherwise, and also if the
+            folder holds no video at all.
         say: takes a line: what is to be done, and its size on disk.
         options: as for [`encode`], the fields of [`Sampling`], such as `fps`.
 
@@ -54,10 +55,9 @@ def index(
     videos = Path(videos)
     folder = Path(folder)
     files = find_videos(videos, folder)
-    check_folder(folder)
     made_by = fingerprint(model, processor)
     sampling = read_options(index, options)
-    names = sorted(path.name for path in folder.glob("[!.]*"))
+    names = sorted(path.name for path in check_folder(folder).glob("[!.]*"))
     if names and INDEX not in names:
         raise FileExistsError(
             f"{folder} is no library and holds files ({listed(names)}); choose another folder, or move them away."
@@ -145,10 +145,11 @@ class _Indexing:
         lost = self._lost(after, contents, folder)
         readable = sum(entry["error"] is None for entry in known.values())
         what = f"{len(lost)} of {counted(readable, 'video')}"
-        if lost and not prune:
+        if lost and not (prune and files):  # a disk that is not mounted looks like an empty folder
             raise ValueError(
                 f"{what} of {self.index.folder} are not in {folder}, or cannot be read: {listed(lost)}. Nothing was "
-                "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
+                "changed. Is another folder to be mounted there? To let them go, run the same command with --prune; to "
+                "let all go, remove the library."
             )
         if lost:
             self.say(f"The library loses {what}: {listed(lost)}")
@@ -230,8 +231,7 @@ class _Indexing:
                 self._refuse(name, error)
                 continue
             waiting[name] = path
-            patches = int(chunks.video_grid_thw.prod())
-            tokens[content] = patches // self.processor.video_processor.merge_size**2
+            tokens[content] = int(chunks.video_grid_thw.prod()) // self.processor.video_processor.merge_size**2
         if waiting:
             folder = self.index.folder
             what = f"{len(waiting)} of {counted(len(files), 'video')}"
@@ -251,8 +251,7 @@ class _Indexing:
         features = entry["features"]
         if features is None or not file.exists() or file.stat().st_size != features["size"]:
             return False
-        has_keys = self.index.load_keys(entry, self.model, self.selector) is not None
-        return has_keys or measure(file) == features
+        return self.index.load_keys(entry, self.model, self.selector) is not None or measure(file) == features
 
     def encode_all(self, waiting: Files) -> None:
         for name, path in with_bar(waiting.items(), "Encoding"):
