@@ -16,7 +16,7 @@ from qtsplus.asking.evidence import Interval
 from qtsplus.asking.picture import draw_evidence
 from qtsplus.asking.session import Answer
 from qtsplus.model.video_qtsplus import AboutVideo
-from qtsplus.video.encoded import IN_MEMORY, EncodedVideo
+from qtsplus.video.encoded import NO_FILE, EncodedVideo
 
 BRIGHT = range(0, 240, 10)  # how bright the frames of a video are that lasts three seconds
 
@@ -98,7 +98,7 @@ def drawn_names(folder):
 def test_several_videos_are_numbered_and_frames_in_memory_are_not_drawn(tmp_path):
     write_folder(tmp_path / "$folder$")
     folder = video_of(tmp_path / "$folder$")
-    frames = video_of(IN_MEMORY)
+    frames = video_of(NO_FILE)
     videos = {video.video: video for video in (folder, frames)}
     drawn = tmp_path / "drawn"
     draw_evidence(answer_about(folder, frames), videos, drawn)

@@ -303,7 +303,7 @@ def test_a_library_is_summarised_as_a_session_is(loaded, videos, session_of, tin
 
 
 def test_an_empty_session_is_refused(session_of):
-    with pytest.raises(ValueError, match=r"names=\[\]; expected a list of at least one"):
+    with pytest.raises(ValueError, match=r"Got the names \[\]; expected a list of some"):
         summarise(session_of())
 
 
@@ -315,14 +315,13 @@ def test_a_path_is_not_summarised(videos):
 BAD_ARGUMENTS = [
     ("chapter_seconds", 0, "chapter_seconds=0"),
     ("chapter_seconds", True, "chapter_seconds=True"),
-    ("turns", ["a", "b"], "Got turns for a summary"),
-    ("past_key_values", None, "Got past_key_values for a summary"),
-    ("inputs_embeds", None, "Got inputs_embeds, which a question does not take"),
-    ("start", 1, "Got start, which .* `encode` or `add` .* `window="),
+    ("turns", ["a", "b"], "no keyword 'turns' here"),
+    ("start", 1, "no keyword 'start' here.* `encode` and `add` .* `window="),
     ("prompt", " ", "question is empty"),
     ("max_new_tokens", 0, "max_new_tokens"),
-    ("names", 5, "names=5; expected a list"),
-    ("names", ["none.mp4"], "none.mp4.*; expected a list of at least one of the videos .*frame.mp4"),
+    ("names", ["frame.mp4", "frame.mp4"], "expected a list .*, each once"),
+    ("chapter_second", 4, "no keyword 'chapter_second' here; the nearest is 'chapter_seconds'"),
+    ("stopping_criteria", 5, "stopping_criteria=5; expected a list"),
     ("generation_config", {}, "generation_config={}; expected"),
     ("max_visual_tokens", "9", "max_visual_tokens='9'"),
 ]

@@ -194,6 +194,8 @@ def test_a_window_says_which_steps_are_looked_at(library, monkeypatch):
     assert steps_of(in_pieces) == {(1, 3), (3, 5), (5, 6)}
     with pytest.raises(ValueError, match="shows anything from second 60 to 70"):
         library.find(QUESTION, window=(60, 70))
+    with pytest.raises(ValueError, match=r"window \(start, end\) is 5; expected a list"):
+        library.find(QUESTION, window=5)
 
 
 def test_what_is_shown_before_and_after_a_window_changes_nothing(library, monkeypatch):

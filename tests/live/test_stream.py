@@ -447,8 +447,6 @@ def test_nothing_to_ask_about(loaded):
     stream.append(FRAMES[1:2])
     with pytest.raises(ValueError, match="question is empty"):
         stream.ask(" ")
-    with pytest.raises(ValueError, match="retenton"):
-        stream.ask(QUESTION, retenton=0.5)
 
 
 def test_several_scoring_layers_have_no_standing_question(loaded, monkeypatch):

@@ -54,7 +54,7 @@ ODD = st.one_of(
     st.floats(-2, 2),
 )
 ENCODE = ("fps", "max_frames", "frames_per_chunk", "device")
-ASK = ("question", "turns", "retention", "max_visual_tokens", "selection", "max_new_tokens", "subtitles")
+ASK = ("question", "turns", "retention", "max_visual_tokens", "selection", "max_new_tokens", "subtitles", "streamer")
 ARGUMENTS_OF = {
     "load": ("model", "device", "dtype", "revision"),
     "encode": ("video", *ENCODE),
@@ -63,7 +63,7 @@ ARGUMENTS_OF = {
     "session": ("videos", "batch_size", "questions", "name", "remove"),
     "stream": ("memory_tokens", "question", "fps"),
     "append": ("frames", "times", "name"),
-    "library": ("folder", "top", "pieces", *ASK),
+    "library": ("folder", "top", "pieces", "window", *ASK),
 }
 
 
@@ -138,10 +138,13 @@ def test_what_is_no_count_is_never_taken_for_one(calls):
         ("encode", "max_frame", "max_frames"),
         ("ask", "retenton", "retention"),
         ("ask", "max_tokens", "max_new_tokens"),
+        ("ask", "questions", "question"),
+        ("session", "video", "videos"),
+        ("library", "tops", "top_p"),
     ],
 )
-def test_a_misspelt_keyword_is_named_with_the_function_and_the_nearest(calls, call, misspelt, right):
-    with pytest.raises(ValueError, match=rf"{call}\(\) has no keyword '{misspelt}'; the nearest is '{right}'"):
+def test_a_misspelt_keyword_is_named_with_the_nearest(calls, call, misspelt, right):
+    with pytest.raises(ValueError, match=f"no keyword '{misspelt}'( here)?; the nearest is '{right}'"):
         calls[call](**{misspelt: 1})
 
 

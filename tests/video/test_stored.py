@@ -20,7 +20,7 @@ from qtsplus.common.journals import file_state, seal
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.video import storage
-from qtsplus.video.encoded import IN_MEMORY
+from qtsplus.video.encoded import NO_FILE
 
 QUESTION = "What is in the red circle?"
 
@@ -188,9 +188,9 @@ def test_a_file_that_was_changed_is_not_shown(folder, mine, loaded):
     library = Library(folder, *loaded)
     assert library.with_file("a.mp4").video == str(path)
     write_mp4(path, render_world(make_world(170)), 2)
-    assert library.with_file("a.mp4").video == IN_MEMORY
+    assert library.with_file("a.mp4").video == NO_FILE
     path.unlink()
-    assert library.with_file("a.mp4").video == IN_MEMORY
+    assert library.with_file("a.mp4").video == NO_FILE
 
 
 @pytest.mark.parametrize("name", [".lock", "library.jsonl", "features", ".library.jsonl.7.part"])

@@ -95,6 +95,7 @@ def answer_questions(
     processor,
     videos: Videos,
     questions: Sequence[str],
+    /,
     *,
     queries: Sequence[str] = (),
     turns: Sequence[str] = (),
@@ -131,8 +132,8 @@ def answer_questions(
     batch = Batch(videos, questions, queries, turns)
     batch.check(model, processor)
     check_subtitles(subtitles, videos.values())
-    method = selection or model.config.qtsplus_config.selection
-    check_budget(method, [retention], max_visual_tokens)  # all rows of the batch have the same retention
+    # All rows of the batch have the same retention.
+    check_budget(selection or model.config.qtsplus_config.selection, [retention], max_visual_tokens)
     call = _Call(
         model=model,
         processor=processor,
@@ -150,8 +151,7 @@ def answer_questions(
     texts = processor.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
     answers = []
     for row, text in enumerate(texts):
-        answer = _answer(call, batch, prompts, row)
-        answer = replace(answer, answer=text.strip(), timings=timings)
+        answer = replace(_answer(call, batch, prompts, row), answer=text.strip(), timings=timings)
         if subtitles:  # they replace sound, so that a video is unheard only if it has sound but no subtitles
             unheard = [video for video in videos.values() if video.about.sound and not video.subtitles]
             answer = replace(answer, unheard=bool(unheard))

@@ -1,20 +1,41 @@
 """Options of `generate` for one answer to each question, and the time that answers take."""
 
+import inspect
 import time
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from ..model.numbers_qtsplus import require_count
-from ..model.prompt_qtsplus import NAMES
-from ..model.sampling_qtsplus import SamplingOptions
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says; the help of commands and docstrings name it too
-_PREPARED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_encoder_outputs") + NAMES
+_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[2:-1]  # not self, inputs and kwargs
+_KNOWN = {*_OF_GENERATE, *vars(GenerationConfig()), "tokenizer", "assistant_tokenizer"}
+# The keywords of the functions that pass others on to `generate`; misspelt ones come with those.
+_OURS = {
+    "question",
+    "queries",
+    "turns",
+    "retention",
+    "max_visual_tokens",
+    "selection",
+    "subtitles",
+    "videos",
+    "names",
+    "window",
+    "pieces",
+    "chapter_seconds",
+}
+_KINDS = {
+    "generation_config": GenerationConfig,
+    "logits_processor": list,
+    "stopping_criteria": list,
+    "streamer": BaseStreamer,
+}
 
 
 class TokenClock(BaseStreamer):
@@ -47,20 +68,16 @@ class TokenClock(BaseStreamer):
 
 def generation_options(model, options: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
     """The options of `generate` for one answer to each question; a `ValueError` for several, and for beams."""
-    done = [name for name in (*_PREPARED, *SamplingOptions.__annotations__) if name in options]
-    if done:
+    for name in options.keys() - _KNOWN:
+        (nearest,) = get_close_matches(name, (_KNOWN | _OURS) - {name}, n=1, cutoff=0)
         raise ValueError(
-            f"Got {', '.join(done)}, which a question does not take. `encode` or `add` chooses frames (`start=`, "
-            "`end=`), a library is searched within `window=(start, end)`, and `model.generate` takes prepared inputs."
+            f"There is no keyword {name!r} here; the nearest is {nearest!r}. `encode` and `add` choose frames "
+            "(`start=`, `end=`), `window=(start, end)` is about a library, and `model.generate` takes prepared inputs."
         )
-    known = [*NAMES, *vars(GenerationConfig()), "subtitles", "turns"]
-    for name in options:
-        nearest = get_close_matches(name, known, n=1, cutoff=0.8)  # `generate` refuses what is like none
-        if nearest not in ([], [name]):
-            raise ValueError(f"ask() has no keyword {name!r}; the nearest is {nearest[0]!r}.")
+    for name, kind in _KINDS.items():
+        if not isinstance(options.get(name), kind | None):
+            raise ValueError(f"{name}={options[name]!r}; expected a {kind.__name__}.")
     config = options.get("generation_config")
-    if not isinstance(config, GenerationConfig | None):
-        raise ValueError(f"generation_config={config!r}; expected a GenerationConfig.")
     for name in ("num_return_sequences", "num_beams"):
         value = options.get(name) or getattr(config or model.generation_config, name, None) or 1
         if value != 1:

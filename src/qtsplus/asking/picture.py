@@ -12,7 +12,7 @@ from ..common.journals import write_json
 from ..model.frames_qtsplus import image_paths, load_frames
 from ..model.sampling_qtsplus import ROUNDING, choose_frames
 from ..model.video_qtsplus import open_video
-from ..video.encoded import IN_MEMORY, EncodedVideo
+from ..video.encoded import NO_FILE, EncodedVideo
 from .evidence import Interval
 from .recall import Remembered
 from .session import Answer
@@ -68,7 +68,7 @@ def draw_evidence(
                 "kept": kept.flatten().nonzero()[:, 0].tolist(),
             }
             evidence = [interval for interval in answer.evidence if interval.name == name]
-            if evidence and video.video != IN_MEMORY:
+            if evidence and video.video != NO_FILE:
                 picture = "frames.png"
                 if len(videos) > 1:
                     picture = f"frames-{number}.png"  # a video without a picture takes a number too
@@ -109,8 +109,7 @@ def draw_spans(
         draw = ImageDraw.Draw(pane)
         draw.rectangle(box.tolist(), outline="orange", width=2)
         draw.rectangle((0, 0, _SIDE, _CAPTION), fill="black")
-        caption = f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}"
-        draw.text((2, 2), caption)
+        draw.text((2, 2), f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}")
         panes.append(np.asarray(pane))
     Image.fromarray(np.hstack(panes)).save(path)
 
@@ -122,7 +121,7 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     Raises:
         ValueError: a time outside the video, or a video without a file to read.
     """
-    if video.video == IN_MEMORY:
+    if video.video == NO_FILE:
         raise ValueError("The video has no file to read: it was given as frames, or its file is gone or was changed.")
     start = video.about.start
     end = start + video.length

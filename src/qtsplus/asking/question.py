@@ -6,6 +6,7 @@ from itertools import cycle
 
 import torch
 
+from ..common.validation import show
 from ..model.question_qtsplus import check_text
 from ..video.encoded import EncodedVideo
 from .choice import Choice
@@ -145,6 +146,15 @@ def check_question(
     tokens = len(processor.prompt_ids(question))
     if tokens >= most:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
+
+
+def check_names(names: Sequence[str], known: Sequence[str]) -> None:
+    """A `ValueError` for what is not a list of names of some of the known videos, each once."""
+    chosen = [name for name in known if isinstance(names, list | tuple) and name in names]
+    if not chosen or len(chosen) < len(names):
+        raise ValueError(
+            f"Got the names {show(names)}; expected a list of some of the videos {show(known)}, each once."
+        )
 
 
 def check_name(name: str) -> str:

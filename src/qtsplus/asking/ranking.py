@@ -50,12 +50,11 @@ class Piece:
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
         features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
-        about = replace(video.about, metadata=metadata, start=video.about.start + begin)
         return replace(
             video,
             features=features,
             video_grid_thw=grid,
-            about=about,
+            about=replace(video.about, metadata=metadata, start=video.about.start + begin),
         )
 
     def tokens(self, video: EncodedVideo | KeyedVideo) -> Tokens:
@@ -193,13 +192,8 @@ class Scorer(StandingQuestion):
         pieces = []
         for begin in range(0, count, size):
             end = min(begin + size, count)
-            piece = Piece(
-                name=whole.name,
-                first=whole.first + begin,
-                last=whole.first + end,
-                peak=float(relevance_by_step[begin:end].max()),
-            )
-            pieces.append(piece)
+            peak = float(relevance_by_step[begin:end].max())
+            pieces.append(Piece(whole.name, whole.first + begin, whole.first + end, peak))
         return pieces
 
     def _chunks(self, tokens: Tokens) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from ..model.numbers_qtsplus import require_count
 from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import FAILURES, EncodedVideo, encode
 from .answers import Answer, answer_questions
-from .question import Question, check_name, check_question
+from .question import Question, check_name, check_names, check_question
 
 MOST_TURNS = 100  # questions, with their answers, that a conversation remembers
 
@@ -181,7 +181,7 @@ class VideoSession:
 
     def remove(self, name: str) -> None:
         """Forgets a video; `ValueError` if there is none of that name."""
-        self._check_names([name])
+        check_names([name], self.names)
         del self.videos[name]
 
     def ask(
@@ -208,7 +208,8 @@ class VideoSession:
         batch_size = require_count("batch_size", batch_size)
         if videos is None:
             videos = self.names
-        self._check_names(videos)
+        else:
+            check_names(videos, self.names)
         chosen = {name: self.videos[name] for name in videos}
         answers = []
         for batch in map(list, chunk_iterable(questions, batch_size)):
@@ -238,13 +239,3 @@ class VideoSession:
         """Ends the conversation; the videos stay."""
         with self._talking:
             self.turns = []
-
-    def _check_names(self, names: Sequence[str]) -> None:
-        if not isinstance(names, (list, tuple)):
-            raise ValueError(f"videos={names!r}; expected a list of names.")
-        known = ", ".join(self.names)
-        for name in names:
-            if name not in self.names:
-                raise ValueError(f"There is no video {name!r}; expected some of {known or 'none'}.")
-        if len(set(names)) < len(names):
-            raise ValueError(f"videos={names!r} has a name twice; expected each video once.")

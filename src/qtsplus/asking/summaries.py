@@ -13,20 +13,17 @@ import torch.nn.functional as F
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..common.files import clock, printable
-from ..common.validation import show
 from ..model.methods_qtsplus import MethodOrName
 from ..model.numbers_qtsplus import require_count, require_positive
 from ..video.encoded import EncodedVideo, with_bar
 from .answers import answer_questions
 from .generation import generation_options
-from .question import conversation
+from .question import check_names, conversation
 from .ranking import Piece
 from .recall import Remembered
 
 JOIN = "These are parts of a video in their order. Tell what happens in all of them together."
 LONGEST = 60.0  # the default of `chapter_seconds`, or the model's `trained_seconds` if that is lower
-# Options of a question or of `generate` that a summary refuses, since they cannot be the same for every chapter.
-REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
 
 # Small models repeat themselves. `StopRepeating` ends such a text early, which saves time. `_REPETITION` then finds the
@@ -177,22 +174,20 @@ def summarise(
     """
     if not hasattr(source, "video"):
         raise ValueError(f"Got {type(source).__name__} to summarise; expected a VideoSession or a Library.")
-    refused = [option for option in REFUSED if option in generation]
-    if refused:
-        raise ValueError(f"Got {', '.join(refused)} for a summary: expected only options that suit every chapter.")
     if names is None:
         names = source.names
-    if not isinstance(names, list | tuple) or not names or not all(name in source.names for name in names):
-        raise ValueError(f"names={show(names)}; expected a list of at least one of the videos {show(source.names)}.")
+    check_names(names, source.names)
     model = source.model
     processor = source.processor
     selector = model.config.qtsplus_config
     if chapter_seconds is None:
         chapter_seconds = min(LONGEST, selector.trained_seconds or LONGEST)
     require_positive("chapter_seconds", chapter_seconds)
-    stops = StoppingCriteriaList(generation.pop("stopping_criteria", ()))
+    options = generation_options(model, generation, max_new_tokens)
+    stops = StoppingCriteriaList(generation.get("stopping_criteria") or ())
     stops.append(StopRepeating())
     generation["stopping_criteria"] = stops
+    options["stopping_criteria"] = stops
     if max_visual_tokens is not None:
         max_visual_tokens = require_count("max_visual_tokens", max_visual_tokens)
     if retention is None and selection != "all":
@@ -232,7 +227,6 @@ def summarise(
             text = _without_repetition(_TIME.sub("", answer.answer))
             chapters.append(Chapter(name, start, end, text, answer.kept_tokens, answer.visual_tokens))
             lines.append(f"{printable(name)}, {clock(start)} to {clock(end)}: {text}")
-    options = generation_options(model, generation, max_new_tokens)
     return Summary(
         text="\n".join(lines),
         overview=_overview(model, processor, chapters, options),

@@ -154,13 +154,13 @@ class Talk:
     def draw(self, answer: "Answer", place: str, folder: Path) -> None:
         """Draws what an answer rests on, about the library or the one video that was named by its place."""
         from ..asking.picture import draw_evidence
-        from ..video.encoded import IN_MEMORY
+        from ..video.encoded import NO_FILE
 
         videos = {}
         for name in answer.keep_maps:
             # By the address that was asked for: what a video is called may leave out a password.
             video = self.about.with_file(name) if self.is_library else replace(self.about.video(name), video=place)
-            if video.video == IN_MEMORY:
+            if video.video == NO_FILE:
                 note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
             videos[name] = video
         draw_evidence(answer, videos, folder)

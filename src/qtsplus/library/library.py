@@ -19,10 +19,10 @@ from ..asking.ranking import Piece, Scorer, Tokens, keys_fingerprint, scoring_la
 from ..asking.session import Answer, answer_questions
 from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Line, Schema, State, file_state
-from ..common.validation import check_inside, check_path, show
+from ..common.validation import check_inside, check_path, show, validated
 from ..model.numbers_qtsplus import require_count
 from ..model.sampling_qtsplus import SamplingOptions
-from ..video.encoded import IN_MEMORY, EncodedVideo
+from ..video.encoded import NO_FILE, EncodedVideo
 from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video
 
 Names = Sequence[str] | None  # of videos
@@ -237,9 +237,9 @@ class Library:
         )
 
     def with_file(self, name: str) -> EncodedVideo:
-        """A video with the path of its file, to be drawn; with [`IN_MEMORY`] if the file is gone or was changed."""
+        """A video with the path of its file, to be drawn; with [`NO_FILE`] if the file is gone or was changed."""
         path = Path(self.index.made["videos"], name)
-        place = IN_MEMORY
+        place = NO_FILE
         if os.path.exists(path) and file_state(path).items() <= self.entries[name].items():
             place = str(path)
         return replace(self.video(name), video=place)
@@ -255,16 +255,16 @@ class Library:
             names = self.names
         if not names or set(names) - set(self.names):
             raise ValueError(f"names={show(names)}; expected a list of names, some of the library's `names`.")
+        begin, end = validated(Window, window, "window (start, end) ")
         pieces = []
         for name in dict.fromkeys(names):
             searched = self._searched(name)
             video = searched.video if isinstance(searched, KeyedVideo) else searched
-            first, last = video.within(*window)
+            first, last = video.within(begin, end)
             if first < last:
                 pieces.append(Piece(name, first, last))
         if not pieces:
-            begin, end = window
-            raise ValueError(f"No video shows anything from second {begin} to {end}.")
+            raise ValueError(f"No video shows anything from second {begin:g} to {end:g}.")
         scorer = Scorer(
             self.model,
             self.processor,

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 # What can go wrong with one video or question, while the others go on.
 FAILURES = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)
-IN_MEMORY = "(frames)"  # the name of a video that was given as frames
+NO_FILE = "(frames)"  # in place of the path of a video that cannot be read again
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EncodedVideo:
     A video that [`encode`] has read, for any number of questions.
 
     Args:
-        video: its path; [`IN_MEMORY`] for one that was given as frames.
+        video: its path; [`NO_FILE`] if it was given as frames, or if its file is gone or was changed.
         features: `[M, d]`, all its visual tokens.
         video_grid_thw: `[1, 3]`, its grid in patches.
         seconds_per_step: how long one step of the grid lasts.
@@ -227,7 +227,7 @@ def _encode_frames(
     grid = inputs["video_grid_thw"]
     (features,) = model.encode_videos(inputs["pixel_values_videos"], grid, device=device)
     return EncodedVideo(
-        video=IN_MEMORY,
+        video=NO_FILE,
         features=features,
         video_grid_thw=grid,
         seconds_per_step=float(inputs["second_per_grid_ts"][0]),

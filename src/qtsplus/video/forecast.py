@@ -100,7 +100,6 @@ def forecast(
     pixels_of_chunk = _BYTES_OF_PIXELS * _VALUES * tokens // len(chunks)
     features = tokens * model.model.token_width * model.dtype.itemsize
     about = chunks.about
-    raw_frame = 3 * prod(chunks.shape[1:])
     return Forecast(
         frames=about.frames,
         seconds_of_video=about.length,
@@ -109,6 +108,6 @@ def forecast(
         visual_tokens=tokens,
         kept_tokens=kept_tokens,
         features=features,
-        memory=features + values * model.dtype.itemsize + pixels_of_chunk + raw_frame,
+        memory=features + values * model.dtype.itemsize + pixels_of_chunk + 3 * prod(chunks.shape[1:]),
         weights=sum(weight.nbytes for weight in model.parameters()),
     )

@@ -19,7 +19,7 @@ from ..common.tensors import TensorFormat, TensorKind, digest_of, in_place
 from ..common.validation import validated
 from ..data.records import String
 from ..model.video_qtsplus import AboutVideo
-from .encoded import IN_MEMORY, EncodedVideo
+from .encoded import NO_FILE, EncodedVideo
 from .subtitles import Subtitle
 
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
@@ -176,7 +176,7 @@ def _video(header: str, features: Tensor, model, width: int) -> EncodedVideo:
         raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
     (seconds_per_step,) = content["second_per_grid_ts"]
     return EncodedVideo(
-        video=IN_MEMORY,
+        video=NO_FILE,
         features=features,
         video_grid_thw=grid,
         seconds_per_step=seconds_per_step,
