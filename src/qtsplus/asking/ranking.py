@@ -49,10 +49,9 @@ class Piece:
         metadata.duration = seconds
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
-        features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
         return replace(
             video,
-            features=features,
+            features=video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1),
             video_grid_thw=grid,
             about=replace(video.about, metadata=metadata, start=video.about.start + begin),
         )
@@ -120,9 +119,8 @@ class StandingQuestion:
         self.reduction = selector.config.reduction
         if self.reduction == "sum":  # the sum of the scores is the score of the sum
             queries = queries.sum(1, keepdim=True)
-        key_heads = layer.k_proj.out_features // layer.head_dim
         self.layer = layer
-        self.queries = queries.reshape(key_heads, -1, layer.head_dim)
+        self.queries = queries.reshape(layer.k_proj.out_features // layer.head_dim, -1, layer.head_dim)
         self.total = torch.tensor(-torch.inf)  # then [rows], the log-sum-exp of all scores so far
         for null in selector.null_states():
             self.add(null)

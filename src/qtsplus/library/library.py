@@ -294,7 +294,6 @@ class Library:
     def _moments(self, scorer: Scorer, piece: Piece) -> list[Interval]:
         """The stretches of a piece that hold strong tokens."""
         part = piece.cut(self.video(piece.name))
-        share = self.model.config.qtsplus_config.evidence_share
         seconds = part.seconds_per_step
         relevance = scorer.relevance(part.features)
         peaks = relevance.unflatten(0, (part.count, -1)).amax(1)
@@ -304,7 +303,7 @@ class Library:
             part.video_grid_thw,
             [seconds],
             self.processor.video_processor.merge_size,
-            share,
+            self.model.config.qtsplus_config.evidence_share,
         )
         moments = []
         for interval in intervals:
