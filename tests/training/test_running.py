@@ -115,13 +115,9 @@ def test_a_second_training_into_a_folder_is_refused(recipe_file, tmp_path):
         run(load_stages(recipe_file)[0])
 
 
-@pytest.fixture
-def almost_full(monkeypatch):
+def test_a_full_disk_is_found_before_the_model(recipe_file, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("qtsplus.common.files.shutil.disk_usage", lambda _: usage)
-
-
-def test_a_full_disk_is_found_before_the_model(recipe_file, almost_full):
     with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 40.3 MB"):
         run(load_stages(recipe_file, ["training.save_strategy=steps", "training.save_total_limit=2"])[0])
 
@@ -170,7 +166,7 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, 
     assert config["qtsplus_config"]["query_states"] == "layer"
     longer = "training.max_steps=2"
     with pytest.raises(
-        ValueError, match="checkpoint-1 does not fit; expected a recipe that trains the same parameters"
+        ValueError, match="checkpoint-1, by a recipe that has to train the same parameters, cannot be used"
     ):
         run_stages(load_stages(recipe_file, [longer, "training.freeze_language_model=false"]), resume=True)
     run_stages(load_stages(recipe_file, [longer]), resume=True)
@@ -197,6 +193,9 @@ def test_a_finished_training_is_resumed_by_no_step(recipe_file, tmp_path, ends):
     run_stages(load_stages(recipe_file, [*steps, "training.max_steps=3"]), resume=True)
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
     assert weights.read_bytes() != written
+    (folder / "checkpoint-3/model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="checkpoint-3 cannot be used"):
+        run_stages(load_stages(recipe_file, [*steps, "training.max_steps=4"]), resume=True)
 
 
 def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_path, record, monkeypatch):

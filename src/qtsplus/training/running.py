@@ -109,12 +109,11 @@ def is_trained(recipe: Recipe, folder: Path) -> bool:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest complete checkpoint. The Trainer's state is written last, so it must be there and be whole."""
-    complete = []
+    complete = {}
     for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"):
-        with suppress(ValueError):
-            read_json(state)
-            complete.append(state.parent)
-    return max(complete, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]), default=None)
+        with suppress(ValueError, KeyError):
+            complete[read_json(state)["global_step"]] = state.parent
+    return complete[max(complete)] if complete else None
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from typing_extensions import TypedDict
 
+from ..common.folders import reading
 from ..common.journals import STORED, read_stored, write_json
 from ..data.records import SOURCES
 from ..model.budget_qtsplus import DOUBLINGS, kept_count
@@ -131,10 +132,8 @@ class QTSplusTrainer(Trainer):
         check_relevance(base, self.args)
         self.skipped = 0  # records of this process that could not be used
         names = self.loss_names + _BUDGET + ("loss", "skipped")
-        self.running = {
-            True: RunningMeans(names, self.args.device),  # in training
-            False: RunningMeans(names, self.args.device),  # in evaluation
-        }
+        # In training (`True`) and in evaluation (`False`).
+        self.running = {training: RunningMeans(names, self.args.device) for training in (True, False)}
         self._counts: StepCounts | None = None
         self._retention: float | None = None
         self._longest = torch.zeros(1, device=self.args.device)  # seconds of the longest video so far, in this process
@@ -403,13 +402,13 @@ class QTSplusTrainer(Trainer):
             }
             write_json(Path(output_dir, STATE_FILE), state)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        try:
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        with reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        with reading(f"{checkpoint}, by a recipe that has to train the same parameters,"):
             super()._load_optimizer_and_scheduler(checkpoint)
-        except ValueError as error:
-            raise ValueError(
-                f"{checkpoint} does not fit; expected a recipe that trains the same parameters: {error}."
-            ) from error
         self._load_budget(checkpoint)
 
     def _load_best_model(self) -> None:
