@@ -132,7 +132,7 @@ class PretendTensor(Tensor):
     __array__ = numpy
 
     def new_tensor(self, data, *, dtype=None, device=None, requires_grad=False):
-        made = torch.tensor(data, dtype=dtype or self.dtype)
+        made = torch.tensor(data, dtype=dtype or self.dtype, device="cpu")
         return made if device is not None and not _is_pretend(device) else PretendTensor(made)
 
 

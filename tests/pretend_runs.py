@@ -27,7 +27,7 @@ from qtsplus.training.attention import answer_attention, relevance_divergences
 from qtsplus.training.budget import RunningMeans
 from qtsplus.training.lora import add_lora, lora_config, merge_lora
 from scenes import Scene
-from tiny import TEXT, VISION, batch, load_bundled, prompt, stock_twin, tiny_model
+from tiny import TEXT, VISION, batch, load_bundled, prompt, stock_twin, tiny_model, without
 from tiny_backbones import BACKBONES
 from training_examples import collate, examples, make_trainer
 
@@ -74,10 +74,14 @@ class Pair:
         assert torch.equal(written.cpu(), expected)
 
     def forward(self, inputs: dict, **options):
-        """Logits, kept tokens and the loss are equal; the outputs, for what else is to be compared."""
+        """
+        Logits, kept tokens and the loss are equal; the outputs, for what else is to be compared. The device is also the
+        default, as where a script says `torch.set_default_device("cuda")`.
+        """
         on_device = pretend_device.inputs_to_device(inputs)
         expected = seeded(self.host, inputs, options)
-        output = seeded(self.device, on_device, options)
+        with torch.device(pretend_device.NAME):
+            output = seeded(self.device, on_device, options)
         assert_close(output.logits, expected.logits)
         rows = zip(output.qtsplus.kept_indices, expected.qtsplus.kept_indices, strict=True)
         for kept, expected_kept in rows:
@@ -85,10 +89,10 @@ class Pair:
         return output, expected
 
     def train(self, inputs: dict) -> None:
-        """The loss and every gradient are equal."""
+        """The loss and every gradient are equal, with labels on the host, which stock takes too."""
         self.host.zero_grad()
         self.device.zero_grad()
-        output, expected = self.forward(inputs)
+        output, expected = self.forward(without(inputs, "labels"), labels=inputs["labels"])
         self.compare_gradients(output.loss, expected.loss)
 
     def compare_gradients(self, loss: Tensor, expected: Tensor) -> None:
@@ -356,8 +360,8 @@ def test_assisted_generation(pair):
     assert torch.equal(written.cpu(), expected)
 
 
-@pytest.mark.parametrize("on_host", [["pixel_values_videos"], ["pixel_values_videos", "video_grid_thw"]])
-def test_pixels_and_grids_may_stay_on_the_host(pair, inputs, on_host):
+@pytest.mark.parametrize("on_host", [["attention_mask"], ["pixel_values_videos", "video_grid_thw"]])
+def test_pixels_grids_and_masks_may_stay_on_the_host(pair, inputs, on_host):
     call = pretend_device.inputs_to_device(inputs)
     call |= {name: inputs[name] for name in on_host}
     written = pair.device.generate(**call, **GREEDY)

@@ -50,6 +50,10 @@ def kept_columns(spans, length, kept_indices):
     return row.keep(torch.tensor(sorted(kept_indices)))
 
 
+def newlines(span):
+    return find_separators([span], span.stop)[0]
+
+
 def numbers(is_set):
     """The places where a bool tensor is true."""
     (places,) = is_set.nonzero(as_tuple=True)
@@ -60,11 +64,9 @@ def numbers(is_set):
 def test_tokens_and_newlines_fill_a_span(grid, by_row, start):
     span = span_of(grid, by_row, start)
     tokens = span.token_columns()
-    ends = span.line_ends()
+    ends = newlines(span)
     assert_same(torch.cat([tokens, ends]).sort().values, torch.arange(start, span.stop))
-    steps, height, _ = grid
-    lines = steps * height if by_row else 1
-    assert len(ends) == lines
+    assert len(ends) == span.tokens // span.line
     assert ends[-1] == span.stop - 1
 
 
@@ -75,7 +77,7 @@ def test_a_newline_stays_exactly_where_a_token_of_its_line_does(grid, by_row, dr
     keep = kept_columns([span], span.length + 4, kept)
     assert numbers(keep[span.token_columns()]) == kept
     lines = {token // span.line for token in kept}
-    assert numbers(keep[span.line_ends()]) == lines
+    assert numbers(keep[newlines(span)]) == lines
     assert keep[:2].all()
     assert keep[-2:].all()
 

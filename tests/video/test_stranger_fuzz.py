@@ -156,8 +156,13 @@ def test_odd_videos_are_read_or_refused(loaded, tmp_path):
 
 # --- Models ---
 
-TEXTS = ["'x'", "'x' * 10000000000", "'x'.ljust(9999999999)", "'x'|center(9999999999)", "[0] * 9999999999", "y ~ y"]
-TEXTS += [
+TEXTS = [
+    "'x'",
+    "'x' * 10000000000",
+    "'x'.ljust(9999999999)",
+    "'x'|center(9999999999)",
+    "[0] * 9999999999",
+    "y ~ y",
     "y * y",
     "7 ** 7 ** 7",
     "1 / 0",

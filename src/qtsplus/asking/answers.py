@@ -205,9 +205,9 @@ class _Prompts:
             return kept
         relevance = kept.relevance
         if relevance is not None and len(relevance):
-            whole = torch.zeros(sum(map(prod, self.layout.grids[VIDEO])))
-            whole[self.places] = relevance.float().cpu()
-            relevance = whole
+            relevance = relevance.float().cpu()
+            whole = relevance.new_zeros(sum(map(prod, self.layout.grids[VIDEO])))
+            relevance = whole.index_copy(0, self.places, relevance)
         return replace(kept, indices=self.places[kept.indices], relevance=relevance)
 
 

@@ -73,7 +73,7 @@ def evidence_intervals(
     if len(kept_indices) == 0:
         return []
     grids = token_grids(video_grid_thw, merge_size)
-    weights = torch.zeros(sum(map(math.prod, grids)), dtype=torch.float64)
+    weights = torch.zeros(sum(map(math.prod, grids)), dtype=torch.float64, device="cpu")
     if relevance is not None and len(relevance):
         weights = relevance.detach().cpu().double()
     if weights.sum() == 0:

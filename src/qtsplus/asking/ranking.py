@@ -121,7 +121,7 @@ class StandingQuestion:
             queries = queries.sum(1, keepdim=True)
         self.layer = layer
         self.queries = queries.reshape(layer.k_proj.out_features // layer.head_dim, -1, layer.head_dim)
-        self.total = torch.tensor(-torch.inf)  # then [rows], the log-sum-exp of all scores so far
+        self.total = torch.tensor(-torch.inf, device="cpu")  # then [rows], the log-sum-exp of all scores so far
         for null in selector.null_states():
             self.add(null)
 

@@ -83,7 +83,7 @@ def remembered_layout(
     layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model only counts tokens, so the remembered ones are counted
         (row,) = layout.rows
-        row.language_positions = torch.arange(len(row.ids))[None]
+        row.language_positions = torch.arange(len(row.ids), device="cpu")[None]
     places = []
     tokens_before = 0
     for video, grid in zip(videos, grids, strict=True):
@@ -166,15 +166,12 @@ def _shifts(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """`[T]` each: how far the steps of a video move in the selector's positions, and in the language model's."""
-    steps = torch.tensor(numbers)
     count = len(numbers)
     # A video of one token per step, long enough for the old and the new numbers.
     grid = (numbers[-1] + count, 1, 1)
     line = VisualSpan(VIDEO, video, 0, grid)
     by_selector = model.row_positions([line], line.length, layout.seconds)
     by_language_model = model.language_positions([line], by_selector)
-    selector_times = by_selector[0]
-    language_times = by_language_model[0]
-    selector_shift = selector_times[steps] - selector_times[:count]
-    language_shift = language_times[steps] - language_times[:count]
+    selector_shift = by_selector[0, numbers] - by_selector[0, :count]
+    language_shift = by_language_model[0, numbers] - by_language_model[0, :count]
     return selector_shift, language_shift

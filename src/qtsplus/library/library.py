@@ -298,7 +298,7 @@ class Library:
         relevance = scorer.relevance(part.features)
         peaks = relevance.unflatten(0, (part.count, -1)).amax(1)
         intervals = evidence_intervals(
-            torch.arange(len(relevance)),
+            torch.arange(len(relevance), device="cpu"),
             (relevance - relevance.max()).exp(),
             part.video_grid_thw,
             [seconds],

@@ -221,8 +221,8 @@ class Stream:
                 grid = self.processor.grid_of(self.sized_as, *shape[:2])
             ((_, height, width),) = self.model.model.merged_grid(grid)
             features = self.model.model.no_features(self.model.device)
-            no_places = torch.empty(0, dtype=torch.long)
-            tokens = Tokens(features, no_places, no_places, torch.empty(0, 0))
+            no_places = torch.empty(0, dtype=torch.long, device="cpu")
+            tokens = Tokens(features, no_places, no_places, torch.empty(0, 0, device="cpu"))
             self.cameras[name] = Camera(
                 size=(shape[0], shape[1]),
                 grid=grid,
@@ -257,12 +257,11 @@ class Stream:
             steps: `[t]`, the numbers of these steps.
         """
         cells = len(features) // len(steps)
-        scores = torch.empty(len(features), 0)
+        scores = torch.empty(len(features), 0, device="cpu")
         if self.question is not None:
             scores = self.question.add(features[:, : self._width])
-        count = len(steps)
-        step_of = torch.tensor(list(steps)).repeat_interleave(cells)
-        new = Tokens(features, step_of, torch.arange(cells).repeat(count), scores)
+        step_of = torch.tensor(steps, device="cpu").repeat_interleave(cells)
+        new = Tokens(features, step_of, torch.arange(cells, device="cpu").repeat(len(steps)), scores)
         with self._changing:
             camera.tokens = camera.tokens.join(new)
             camera.newest_step = int(steps[-1])
@@ -362,7 +361,7 @@ class Stream:
         grid = camera.grid.clone()
         grid[0, 0] = len(step_numbers)
         cells = math.prod(camera.cells)
-        step_of_token = torch.searchsorted(torch.tensor(step_numbers), camera.tokens.steps)
+        step_of_token = torch.searchsorted(torch.tensor(step_numbers, device="cpu"), camera.tokens.steps)
         return Remembered(
             video=name,
             features=camera.tokens.features,

@@ -217,7 +217,8 @@ def predict_budget(
         return stated(retention, kept_count(retention, num_tokens, call.cap))
     if call.selection == "lm_attention":
         count = yield count_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
-        rounded = torch.tensor(count / num_tokens)  # a share of the tokens is rounded as a predicted rho is
+        # A share of the tokens is rounded as a predicted rho is.
+        rounded = torch.tensor(count / num_tokens, dtype=torch.float32)
         rho_within_bounds = float(rounded.clamp(config.rho_min, config.rho_max))
         return stated(rho_within_bounds, kept_count(rho_within_bounds, num_tokens, call.cap))
     if config.budget == "loss":

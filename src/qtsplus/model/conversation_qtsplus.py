@@ -50,7 +50,11 @@ def find_question(processor: "QTSplusProcessorMixin", messages: list, **kwargs) 
     ids = _prompt_ids(processor, marked, **kwargs)
     token_ids = processor.turn_token_ids
     special = token_ids["special_token_ids"]
-    turns = find_user_turns(torch.tensor(ids), token_ids["user_turn_token_ids"], token_ids["turn_end_token_id"])
+    turns = find_user_turns(
+        torch.tensor(ids, device="cpu"),
+        token_ids["user_turn_token_ids"],
+        token_ids["turn_end_token_id"],
+    )
     for index, (start, stop) in enumerate(turns):
         # A template may write the first word directly behind the header.
         words = "".join(_words(processor, [token for token in ids[start - 1 : stop] if token not in special]))

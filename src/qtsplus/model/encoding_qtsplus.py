@@ -362,7 +362,7 @@ def _rows_by_length(bounds: Tensor, device: torch.device) -> dict[int, Tensor]:
         for length in lengths.unique().tolist():
             has_length = lengths == length
             starts = on_host[:-1][has_length]
-            rows_of_each = starts[:, None] + torch.arange(length)
+            rows_of_each = starts[:, None] + torch.arange(length, device="cpu")
             rows[length] = rows_of_each.flatten().to(device)
         _known_rows[bounds] = rows
     return _known_rows[bounds]

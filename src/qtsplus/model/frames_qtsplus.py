@@ -91,7 +91,7 @@ def check_frames(frames, rescaled: bool):
         raise ValueError(f"Got frames of shape {tuple(frames.shape)}; expected some pixels.")
     if isinstance(frames, np.ndarray):
         frames = np.ascontiguousarray(frames)
-    values = torch.as_tensor(frames)
+    values = torch.as_tensor(frames, device="cpu")
     if values.is_floating_point() and not torch.isfinite(values).all():
         raise ValueError("The frames of a video hold NaN or infinite pixels; expected finite values.")
     if rescaled and values.dtype != torch.uint8:

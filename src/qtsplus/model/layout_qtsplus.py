@@ -56,12 +56,9 @@ class VisualSpan:
         return math.prod(self.grid)
 
     @property
-    def lines(self) -> int:
-        return self.tokens // self.line if self.line else 0
-
-    @property
     def length(self) -> int:
-        return self.tokens + self.lines
+        lines = self.tokens // self.line if self.line else 0
+        return self.tokens + lines
 
     @property
     def stop(self) -> int:
@@ -69,15 +66,10 @@ class VisualSpan:
 
     def token_columns(self) -> Tensor:
         """`[tokens]`, the columns of the encoder's tokens."""
-        tokens = torch.arange(self.tokens)
+        tokens = torch.arange(self.tokens, device="cpu")
         if self.line:
             tokens += tokens // self.line
         return self.start + tokens
-
-    def line_ends(self) -> Tensor:
-        """`[lines]`, the columns of the newlines."""
-        first = self.start + self.line
-        return first + torch.arange(self.lines) * (self.line + 1)
 
 
 def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]) -> list[list[VisualSpan]]:
@@ -170,8 +162,8 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
         end = first + span.tokens
         if span.line:
             lines = range(first, end, span.line)
-            columns = span.line_ends().tolist()
-            separators += [(column, line, line + span.line) for column, line in zip(columns, lines, strict=True)]
+            ends = range(span.start + span.line, span.stop, span.line + 1)
+            separators += [(column, line, line + span.line) for column, line in zip(ends, lines, strict=True)]
         if span.frame:
             text_start = spans[index - 1].stop + 1
             text = list(range(text_start, span.start))
@@ -179,7 +171,7 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
                 text.append(span.stop)
             separators += [(column, first, end) for column in text]
         first = end
-    return torch.tensor(separators, dtype=torch.long).reshape(-1, 3).T
+    return torch.tensor(separators, dtype=torch.long, device="cpu").reshape(-1, 3).T
 
 
 # --- What a backbone hooks in ---
@@ -312,14 +304,13 @@ class QTSplusBackboneMixin:
             max(height, width)`.
         """
         interval = 1 if span.modality == IMAGE else self.tokens_per_second * seconds
-        steps, rows, columns = map(torch.arange, span.grid)
-        times = (span.frame + steps) * interval
-        cells = torch.meshgrid(times.long(), rows, columns, indexing="ij")
-        axes = torch.stack(cells).flatten(1)
+        axes = torch.ones(span.grid, device="cpu").nonzero().T
+        times = (span.frame + axes[0]).float() * interval  # in float32, whatever the default dtype is
+        axes[0] = times.long()
         if span.line:  # a newline has the position of the token in front of it
             lines = axes.unflatten(1, (-1, span.line))
             axes = torch.cat([lines, lines[..., -1:]], dim=-1).flatten(1)
-        return axes + start, start + max(len(rows), len(columns))
+        return axes + start, start + max(span.grid[1:])
 
     def row_positions(
         self,
@@ -336,7 +327,7 @@ class QTSplusBackboneMixin:
         def count_text(stop: int) -> int:
             """Adds the positions of the text up to a column, and returns the position behind it."""
             behind = position + stop - column
-            parts.append(torch.arange(position, behind).expand(3, -1))
+            parts.append(torch.arange(position, behind, device="cpu").expand(3, -1))
             return behind
 
         for span in spans:
@@ -358,7 +349,7 @@ class QTSplusBackboneMixin:
         """
         length = positions.shape[1]
         if self.rope_axes == 1:
-            return torch.arange(length)[None]
+            return torch.arange(length, device="cpu")[None]
         if self.language_seconds:
             return positions
         images = [replace(span, modality=IMAGE, frame=0) for span in spans]
@@ -434,7 +425,7 @@ def lay_out(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     check_shape("attention_mask", mask, "input_ids", input_ids)
     source_ids = input_ids
-    input_ids, mask = torch.stack([input_ids, mask != 0]).cpu()
+    input_ids, mask = torch.stack([input_ids, (mask != 0).to(input_ids.device)]).cpu()
     if attention_mask is None:
         check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
     if position_ids is not None:
@@ -541,7 +532,7 @@ def _seconds(
     try:
         if isinstance(seconds, Tensor):
             seconds = seconds.cpu()  # Apple's GPUs have no float64
-        values = torch.as_tensor(seconds, dtype=torch.float64).flatten().tolist()
+        values = torch.as_tensor(seconds, dtype=torch.float64, device="cpu").flatten().tolist()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"second_per_grid_ts={seconds!r}: expected the seconds of each video.") from error
     are_seconds = all(0 < value <= MOST_SECONDS for value in values)

@@ -91,8 +91,8 @@ def frame_groups(grids: Sequence[Sequence[int]], group_size: int) -> tuple[Tenso
         frame_sizes.extend([height * width] * time)
     frames_per_group = max(1, group_size // max(frame_sizes))
     num_groups = -(-len(frame_sizes) // frames_per_group)
-    group_of_frame = torch.arange(len(frame_sizes)) % num_groups
-    group_of_token = group_of_frame.repeat_interleave(torch.tensor(frame_sizes))
+    group_of_frame = torch.arange(len(frame_sizes), device="cpu") % num_groups
+    group_of_token = group_of_frame.repeat_interleave(group_of_frame.new_tensor(frame_sizes))
     return tuple((group_of_token == group).nonzero()[:, 0] for group in range(num_groups))
 
 
@@ -298,12 +298,12 @@ def log_attention(
         raise no_question(index, len(row.candidates))
     device = reading.layout.source_ids.device
     groups = frame_groups(grids, model.config.qtsplus_config.attention_group)
-    log_shares = torch.empty(len(row.candidates), device=device)
+    log_shares = torch.empty(len(row.candidates), dtype=torch.float32, device=device)
     log_odds = []
     for group in groups:
         row_of_group = row.only(group)
         alone = replace(reading.layout, input_ids=reading.layout.input_ids[index : index + 1], rows=[row_of_group])
-        everything = QTSplusOutput(kept_indices=(torch.arange(len(group)),))
+        everything = QTSplusOutput(kept_indices=(torch.arange(len(group), device="cpu"),))
         prompt = splice(model, alone, features, [take_rows(sources, group, group)], everything, pad_left=False)
         place = torch.searchsorted(row_of_group.columns, row.columns[looking : looking + 1])
         visual = row_of_group.candidates.to(device, non_blocking=True)

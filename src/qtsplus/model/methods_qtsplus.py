@@ -379,7 +379,7 @@ def take_rows(
             return parts[0]
         return parts[0][indices]
     starts = list(accumulate(map(len, parts), initial=0))
-    bounds = torch.searchsorted(on_host, torch.tensor(starts))
+    bounds = torch.searchsorted(on_host, on_host.new_tensor(starts))
     counts = bounds.diff().tolist()
     by_part = zip(parts, starts[:-1], indices.split(counts), strict=True)
     return torch.cat([part[chosen - start] for part, start, chosen in by_part])

@@ -548,6 +548,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
 
     def compact_labels(self, labels: Tensor, input_ids: Tensor | None, columns: Tensor) -> Tensor:
         """`[B, S]` labels of the full prompt -> `[B, S']`; padding and placeholders are ignored (-100)."""
+        labels = labels.to(columns.device)
         if input_ids is not None:
             is_placeholder = self.model.token_types(input_ids) != TEXT
             labels = labels.masked_fill(is_placeholder, -100)

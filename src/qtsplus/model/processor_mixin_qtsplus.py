@@ -257,7 +257,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         token_ids = self.query_token_ids if questions is None else self.turn_token_ids
         masks = []
         for ids, question in zip_longest(input_ids, questions or ()):
-            row_ids = torch.as_tensor(ids)
+            row_ids = torch.as_tensor(ids, device="cpu")
             turns = None if question is None else [question.turn]
             (mask,) = find_query_mask(row_ids[None], None, **token_ids, question_turns=turns)
             if question is not None and any(question.surroundings):

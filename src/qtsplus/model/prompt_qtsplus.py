@@ -198,7 +198,7 @@ class Layout:
         """As if only the tokens `present` `[k]`, ascending, of each video had been kept; they keep their positions."""
         rows = []
         for row in self.rows:
-            candidates = [torch.zeros(0, dtype=torch.long)]
+            candidates = [row.columns[:0]]
             num_before = 0
             for span in self.competing(row):
                 candidates.append(present[span.index].long().cpu() + num_before)

@@ -49,7 +49,7 @@ def find_query_mask(
             it is negative; `None` for a row in which no user wrote.
     """
     ids_on_host = input_ids.cpu()
-    eligible = ~torch.isin(ids_on_host, torch.tensor(special_token_ids))
+    eligible = ~torch.isin(ids_on_host, ids_on_host.new_tensor(special_token_ids))
     if attention_mask is not None:
         eligible &= attention_mask.bool().cpu()
 
@@ -86,7 +86,7 @@ def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
     """The indices in `ids` `[S]`, on the host, at which the pattern begins."""
     if len(ids) < len(pattern):
         return []
-    begins = (ids.unfold(0, len(pattern), 1) == torch.tensor(pattern)).all(-1)
+    begins = (ids.unfold(0, len(pattern), 1) == ids.new_tensor(pattern)).all(-1)
     return begins.nonzero()[:, 0].tolist()
 
 

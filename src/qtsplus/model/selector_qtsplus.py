@@ -530,7 +530,7 @@ class QTSplusSelector(nn.Module):
             history = self.rho_history + torch.stack([total, torch.full_like(total, len(rho))])
             if call.sample_gate:
                 self.rho_history.copy_(history)
-            prior = (history[0] / history[1] / RHO_UNITS).float()
+            prior = history[0].float() / history[1] / RHO_UNITS
         deviation = rho - prior
         share = soft_n / config.n_max
         loss_t = config.lambda_t * share.pow(2).mean()

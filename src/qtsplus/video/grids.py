@@ -19,6 +19,6 @@ def token_maps(values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
 def keep_maps(kept_indices: Tensor, video_grid_thw: Tensor, merge_size: int) -> list[Tensor]:
     """One bool `[T, H, W]` per video: which tokens of each frame were kept, `[n]` indices among those of all videos."""
     grids = token_grids(video_grid_thw, merge_size)
-    kept = torch.zeros(sum(map(prod, grids)), dtype=torch.bool)
+    kept = torch.zeros(sum(map(prod, grids)), dtype=torch.bool, device="cpu")
     kept[kept_indices.cpu()] = True
     return token_maps(kept, grids)
