@@ -76,7 +76,8 @@ def shown_name(video: str) -> str:
     """How messages and results call a video: its path, or its address without user and password, or without a file."""
     if is_inline(video):
         return f"{video[:30]}..."
-    scheme = re.search(r"[A-Za-z][\w+.-]*://", video)  # also behind white space, and of a stream
+    # Also behind white space, and of a stream. It begins where a word does, or the time would grow with the square.
+    scheme = re.search(r"(?<![\w+.-])(?=[\w+.-]*[A-Za-z])[\w+.-]+://", video)
     if scheme is None:
         return video
     rest = video[scheme.end() :]

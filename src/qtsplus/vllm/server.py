@@ -68,15 +68,10 @@ def read_frames(processor, place: str, name: str, **reading) -> Video:
     metadata = about.pop("metadata")
     about["warnings"] = [warning.replace(place, name) for warning in about["warnings"]]
     description = dict(vars(metadata), video_backend="opencv", do_sample_frames=False, about=about)
-    description["mark"] = mark_of(frames, description)
+    mark = hashlib.sha256(frames.tobytes())
+    mark.update(repr((frames.shape, description)).encode())
+    description["mark"] = mark.hexdigest()
     return frames, description
-
-
-def mark_of(frames: np.ndarray, description: dict) -> str:
-    """A hash of a video's frames and description."""
-    digest = hashlib.sha256(frames.tobytes())
-    digest.update(repr((frames.shape, description)).encode())
-    return digest.hexdigest()
 
 
 def _key_of_video(door: Door, processor, url: str, **reading):
@@ -236,8 +231,7 @@ class Connection(Guard):
             if message["type"] == "http.response.start":
                 start.update(message)  # sent with the body, since the body's length may change
                 return
-            body = message.get("body", b"")
-            body = await self._add_basis(body, asked)
+            body = await self._add_basis(message.get("body", b""), asked)
             if start:
                 if refused and start["status"] >= 400:
                     start["status"] = 400
@@ -267,5 +261,4 @@ class Connection(Guard):
             choice["qtsplus"] = basis
         if not finished:
             return body
-        with_basis = json.dumps(answer).encode()
-        return body.replace(content.rstrip(), with_basis)
+        return body.replace(content.rstrip(), json.dumps(answer).encode())
