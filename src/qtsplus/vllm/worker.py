@@ -60,7 +60,7 @@ class Worker:
         """Calls the model's `prepare` with an item of [`prepare`]. An error is returned: [`REFUSED`] and its text."""
         try:
             return self.get_model().prepare(load(item))
-        except (Exception, SystemExit) as error:  # the operator's own method may raise anything; the engine must go on
+        except BaseException as error:  # the operator's own method may raise anything; the engine must go on
             logger.exception("The tokens of a request could not be chosen.")
             return f"{REFUSED}{type(error).__name__}: {error}"
 
