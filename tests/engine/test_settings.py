@@ -8,7 +8,9 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import numpy as np
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.multimodal.parse import VideoProcessorItems
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from qtsplus import QTSplusConfig
 from qtsplus.model.methods_qtsplus import METHODS, add_method
@@ -44,6 +46,13 @@ def test_a_start_that_would_be_wrong_in_silence_is_refused(reason):
 
 def test_any_other_start_is_taken():
     start(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+
+
+def test_vllm_refuses_a_bare_word_behind_that_of_serve(capsys):
+    parser = make_arg_parser(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--trust-request-mm-kwargs", "folder", "--enforce-eager", "false"])
+    assert "unrecognized arguments: false" in capsys.readouterr().err
 
 
 def test_without_a_way_to_ask_for_the_models_budget_one_has_to_be_stated():

@@ -43,11 +43,10 @@ def serve(model, *words):
 
 def own_options(model):
     """What vLLM's server gets in any case."""
-    options = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    options += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
-    options += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
-    options += ["--model", str(model), "--host", "127.0.0.1", "--port", "8000"]
-    return options + ["--allowed-origins", "[]", "--served-model-name", model.name, "--dtype", "float32"]
+    return f"""{sys.executable} -m vllm.entrypoints.launchers.api_server.entry --trust-request-mm-kwargs {model}
+        --enable-prompt-tokens-details --worker-extension-cls qtsplus.vllm.worker.Worker
+        --model {model} --host 127.0.0.1 --port 8000 --allowed-origins [] --served-model-name {model.name}
+        --dtype float32""".split()
 
 
 GUARD = ["--middleware", "qtsplus.vllm.server.Connection"]  # the last, so that no other one is in front of it
@@ -68,9 +67,12 @@ def test_vllm_is_started_with_nothing_open(model, tiny_published, started):
 
 def run_serve(model, packages):
     """What a process of `qtsplus serve` leaves, with more Python packages in a folder."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), *sys.path])}
-    command = [sys.executable, "-m", "qtsplus.cli", "serve", model]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "qtsplus.cli", "serve", model],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
@@ -92,18 +94,26 @@ def test_a_process_turns_into_vllms_server(model, tmp_path):
 
 
 def test_vllm_is_started_with_what_is_allowed(model, tmp_path, started):
-    words = ["--allow-media-root", str(tmp_path), "--allow-media-domain", "a.org", "--allow-media-domain", "b.org:8443"]
-    words += ["--retention", "0.1", "--api-key", "correct horse", "--allow-host", "ask.org"]
-    result = serve(model, *words, "--", "--enforce-eager", "--middleware", "mine.Log")
-    assert result.exit_code == 0, result.stderr
-    expected = own_options(model)
-    expected += ["--allowed-media-domains", "a.org", "b.org:8443"]
-    expected += ["--allowed-local-media-path", str(tmp_path)]
-    expected += ["--mm-processor-kwargs", '{"retention": 0.1}']
-    expected += ["--enforce-eager", "--middleware", "mine.Log"] + GUARD
+    words = [
+        "--allow-media-domain",
+        "a.org",
+        "--allow-media-domain",
+        "b.org:8443",
+        "--retention",
+        "0.1",
+        "--api-key",
+        "KEY",
+        "--allow-host",
+        "ask.org",
+        "--allow-media-root",
+    ]
+    more = ["--enforce-eager", "--middleware", "mine.Log", "--middleware", "mine.Count"]
+    result = serve(model, *words, str(tmp_path), "--", *more)
+    assert result.exit_code == 0
+    allowed = ["--allowed-media-domains", "a.org", "b.org:8443", "--allowed-local-media-path", str(tmp_path)]
     ((line, environment),) = started
-    assert line == expected
-    assert environment["VLLM_API_KEY"] == "correct horse"
+    assert line == own_options(model) + allowed + ["--mm-processor-kwargs", '{"retention": 0.1}'] + more + GUARD
+    assert environment["VLLM_API_KEY"] == "KEY"
     assert json.loads(environment["QTSPLUS_HOSTS"]) == ["127.0.0.1", "ask.org"]
 
 
@@ -116,7 +126,6 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, started):
         (["--allowed-origins", '["*"]'], "expected a proxy in front"),
         (["--video-pruning-rate", "0.9"], "expected --retention in front of --"),
         (["--enable-tower-connector-lora"], "expected an adapter of the language model"),
-        (["--mm-processor-kwargs", '{"fps": 1}'], "expected the budget in it"),
         (["--mm_processor-kw={}"], "expected the budget in it"),
         (["--mm-processor_kwargs.selection", "uniform"], "expected the budget in it"),
     ],
@@ -140,8 +149,7 @@ LANGUAGE = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora
 @pytest.mark.parametrize("part", ["qtsplus.budget.net.0.weight", "qtsplus.scoring.0.q_proj.lora_A.weight"])
 def test_an_adapter_that_holds_a_selector_is_refused_before_vllm_starts(model, tmp_path, started, form, part):
     adapter = write_adapter(tmp_path / "adapter", LANGUAGE, f"base_model.model.model.{part}")
-    adapters = ["--enable-lora", "--lora-modules", form.format(adapter)]
-    result = serve(model, "--", *adapters)
+    result = serve(model, "--", "--enable-lora", "--lora-modules", form.format(adapter))
     assert result.exit_code == 2
     assert part in result.stderr
     assert "merge_lora" in result.stderr
@@ -181,9 +189,16 @@ LM_ATTENTION = {"selection": "lm_attention"}
         ({}, ["--mm-processor-kwargs", '{"videos_kwargs": {"size": {"longest_edge": 9}}}'], None),
         ({}, ["--media-io-kwargs", '{"video": {"nframes": 9}}'], "has video.nframes; the nearest that it takes"),
         ({}, ["--media-io-kwargs.video", '{"fps": 0}'], "fps=0"),
-        ({}, ["--media-io-kwargs.video.num_frames", "9"], None),
+        ({}, ["--media-io-kwargs.video.num_frames", "9", "--media-io-kwargs.image.image_mode=RGB"], None),
         ({}, ["--additional-config", '{"qtsplus_cache": 1}'], "has qtsplus_cache; the nearest that it takes are qtsp"),
         ({}, ["--mm-processor-kwargs", '{"max_pixels": 9}', "--additional-config", '{"a plugin\'s": 1}'], None),
+        ({}, ["--max-model-len", "9", "--max_model-len=99"], "--max-model-len is given twice"),
+        ({}, ["--enable-prefix-caching", "--no-enable-prefix-caching"], "--enable-prefix-caching is given twice"),
+        (
+            {},
+            ["--mm-processor-kwargs.selection=all", "--mm-processor-kwargs", "{}"],
+            "--mm-processor-kwargs is given ",
+        ),
         ({}, ["--lora-modules", '{"name": "x"}'], "argument --lora-modules: invalid"),
         ({}, ["--mm-processor-kwargs", '{"selection": "no_such:method"}'], "cannot be imported"),
         (LM_ATTENTION, ["--enable-lora", "--mm-processor-kwargs", '{"selection": "diversity"}'], None),

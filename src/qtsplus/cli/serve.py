@@ -89,6 +89,7 @@ def serve(
         "-m",
         "vllm.entrypoints.launchers.api_server.entry",
         "--trust-request-mm-kwargs",
+        model,  # in place of a bare word behind `--`, such as that of "--enforce-eager false", which vLLM then refuses
         "--enable-prompt-tokens-details",  # with which `usage` in a response says how many tokens were kept
         "--worker-extension-cls",
         "qtsplus.vllm.worker.Worker",
@@ -123,20 +124,27 @@ def serve(
     check_options(model, revision, config, words)
     # vLLM takes the last of two values of an option. The last middleware is called first.
     server += [*words, "--middleware", "qtsplus.vllm.server.Connection"]
-    environment = dict(os.environ, VLLM_MEDIA_CONNECTOR="qtsplus")
-    environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
+    environment = dict(
+        os.environ,
+        VLLM_MEDIA_CONNECTOR="qtsplus",
+        QTSPLUS_HOSTS=json.dumps([host] + (allow_host or [])),
+    )
     if api_key is not None:
         environment["VLLM_API_KEY"] = api_key  # arguments would show it to every user of the machine
     os.execve(sys.executable, server, environment)
 
 
 def check_more(words: list[str], refused: Mapping[str, str]) -> None:
-    """Ends the command for an option of vLLM's behind `--` that `qtsplus serve` sets."""
-    for word in words:
-        stated = re.split("[=.]", word.replace("--no-", "--", 1))[0]
-        for name, expected in refused.items():
-            if stated and name.startswith(stated):  # vLLM takes shortened names
-                fail(f"{word} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
+    """Ends the command for an option of vLLM's behind `--` that `qtsplus serve` sets, or that loses a value."""
+    names = [word.replace("--no-", "--", 1).partition("=")[0] for word in words if word.startswith("--")]
+    for name in names:
+        option = name.partition(".")[0]
+        for set_here, expected in refused.items():
+            if set_here.startswith(option):  # vLLM takes shortened names
+                fail(f"{name} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
+        # vLLM takes the last value, and keys such as --option.key in place of all of --option.
+        if option != "--middleware" and (names.count(name) > 1 or (name != option and option in names)):
+            fail(f"{option} is given twice behind --, and vLLM drops one of both; expected it once")
 
 
 class _Stated(ArgumentParser):
@@ -193,9 +201,8 @@ def check_options(model: str, revision: str | None, config, words: list[str]) ->
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--lora-modules", nargs="+", type=adapter, default=[])
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    parser.add_argument("--additional-config", type=json_object, default={})
-    parser.add_argument("--mm-processor-kwargs", type=json_object, default={})
-    parser.add_argument("--media-io-kwargs", type=json_object, default={})
+    for option in ("--additional-config", "--mm-processor-kwargs", "--media-io-kwargs"):
+        parser.add_argument(option, type=json_object, default={})
     stated, _ = parser.parse_known_args(words)
     members("--additional-config", stated.additional_config, words, OPTIONS, prefix="qtsplus")
     reading = members("--media-io-kwargs", stated.media_io_kwargs, words, MEDIA_KEYS)
@@ -203,8 +210,8 @@ def check_options(model: str, revision: str | None, config, words: list[str]) ->
     processor = processor_of(model, config, revision)
     images = processor.image_processor.valid_kwargs.__annotations__
     videos = processor.video_processor.valid_kwargs.__annotations__
-    sections = flatten_dict({"images_kwargs": images, "videos_kwargs": videos})
-    known = dict.fromkeys(SETTINGS) | images | videos | sections
+    sections = {"images_kwargs": images, "videos_kwargs": videos}
+    known = dict.fromkeys(SETTINGS) | images | videos | flatten_dict(sections)
     selection = members("--mm-processor-kwargs", stated.mm_processor_kwargs, words, known).get("selection")
     for place in stated.lora_modules:
         check_served_adapter(place)
