@@ -106,11 +106,11 @@ def serve(
         "--dtype",
         str(config.dtype or "auto").removeprefix("torch."),  # vLLM's own "auto" would shorten float32
     ]
-    if revision is not None:
+    if revision:
         server += ["--revision", revision]
     if domains:
         server += ["--allowed-media-domains"] + domains
-    if allow_media_root is not None:
+    if allow_media_root:
         server += ["--allowed-local-media-path", str(allow_media_root.resolve())]
     refused = dict(SET_BY_SERVE)
     both = {"retention": retention, "max_visual_tokens": max_visual_tokens}
@@ -127,7 +127,7 @@ def serve(
     environment = dict(
         os.environ,
         VLLM_MEDIA_CONNECTOR="qtsplus",
-        QTSPLUS_HOSTS=json.dumps([host] + (allow_host or [])),
+        QTSPLUS_HOSTS=json.dumps([host, *(allow_host or [])]),
     )
     if api_key is not None:
         environment["VLLM_API_KEY"] = api_key  # arguments would show it to every user of the machine
@@ -203,7 +203,7 @@ def check_options(model: str, revision: str | None, config, words: list[str]) ->
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     for option in ("--additional-config", "--mm-processor-kwargs", "--media-io-kwargs"):
         parser.add_argument(option, type=json_object, default={})
-    stated, _ = parser.parse_known_args(words)
+    stated = parser.parse_known_args(words)[0]
     members("--additional-config", stated.additional_config, words, OPTIONS, prefix="qtsplus")
     reading = members("--media-io-kwargs", stated.media_io_kwargs, words, MEDIA_KEYS)
     read_keys({"fps": reading.get("video.fps"), "num_frames": reading.get("video.num_frames")})

@@ -231,7 +231,8 @@ class Connection(Guard):
             if message["type"] == "http.response.start":
                 start.update(message)  # sent with the body, since the body's length may change
                 return
-            body = await self._add_basis(message.get("body", b""), asked)
+            body = message.get("body", b"")
+            body = await self._add_basis(body, asked)
             if start:
                 if refused and start["status"] >= 400:
                     start["status"] = 400
