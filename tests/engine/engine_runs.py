@@ -140,7 +140,7 @@ def breaking(candidates: Any, n: int) -> torch.Tensor:
     if n == 7:
         return "nothing"
     if n == 13:
-        raise BaseException("over")  # as `sys.exit`, a cancelled task and a panic in Rust do
+        raise BaseException("over \udcff")  # as `sys.exit`, a cancelled task and a panic in Rust do
     return last_tokens(candidates, n)
 
 

@@ -142,9 +142,8 @@ def check_more(words: list[str], refused: Mapping[str, str]) -> None:
         for set_here, expected in refused.items():
             if set_here.startswith(option):  # vLLM takes shortened names
                 fail(f"{name} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
-        # vLLM takes the last value, and keys such as --option.key in place of all of --option.
-        if option != "--middleware" and (names.count(name) > 1 or (name != option and option in names)):
-            fail(f"{option} is given twice behind --, and vLLM drops one of both; expected it once")
+        if name != "--middleware" and names.count(name) > 1:
+            fail(f"{name} is given twice behind --, and vLLM takes the last; expected it once")
 
 
 class _Stated(ArgumentParser):

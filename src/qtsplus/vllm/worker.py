@@ -23,6 +23,8 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
+from ..common.files import printable
+
 logger = logging.getLogger(__name__)
 
 PIXELS = "pixel_values_videos"
@@ -62,7 +64,7 @@ class Worker:
             return self.get_model().prepare(load(item))
         except BaseException as error:  # the operator's own method may raise anything; the engine must go on
             logger.exception("The tokens of a request could not be chosen.")
-            return f"{REFUSED}{type(error).__name__}: {error}"
+            return printable(f"{REFUSED}{type(error).__name__}: {error}")  # vLLM cannot send half a character
 
     def qtsplus_release(self, key: str) -> None:
         """Calls the model's `release`."""
