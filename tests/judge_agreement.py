@@ -35,17 +35,12 @@ def kind_of(record: VideoRecord) -> str:
 
 
 def agreement(judge: Matcher) -> dict[str, dict[str, int]]:
-    """By kind: how many answers were graded, how many the judge grades alike, and how many it does not decide."""
+    """By kind: how many answers were graded, and how many the judge grades alike."""
     found: dict[str, dict[str, int]] = {}
     for record, said, right in graded_answers():
-        counts = found.setdefault(kind_of(record), {"of": 0, "agreed": 0, "undecided": 0})
+        counts = found.setdefault(kind_of(record), {"of": 0, "agreed": 0})
         counts["of"] += 1
-        try:
-            counts["agreed"] += judge(record, said) == right
-        except ValueError as error:
-            if "expected yes or no" not in str(error):
-                raise
-            counts["undecided"] += 1
+        counts["agreed"] += judge(record, said) == right
     return found
 
 

@@ -52,8 +52,8 @@ def judge_server():
             length = int(self.headers["Content-Length"])
             seen.append(json.loads(self.rfile.read(length)))
             message = {"role": "assistant", "content": replies.pop(0)}
-            choice = {"index": 0, "finish_reason": "stop", "message": message}
-            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
+            choices = [{"index": 0, "finish_reason": "stop", "message": message}] if message["content"] else None
+            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": choices}
             body = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
@@ -70,15 +70,17 @@ def judge_server():
     server.shutdown()
 
 
-def test_a_judge_decides(judge_server):
+def test_a_judge_decides(judge_server, caplog):
     address, replies, seen = judge_server
-    replies += ["Yes.", "no", "Perhaps"]
+    replies += ["Answer: Yes.", "no", "Perhaps", "Yes or no?", None]
     judge = judge_at(address, "a-judge")
     record = VideoRecord(None, "Who knocks?", "her brother")
     assert judge(record, "The woman's brother")
     assert not judge(record, "The postman")
-    with pytest.raises(ValueError, match="The judge a-judge replied 'Perhaps'; expected yes or no"):
-        judge(record, "Nobody")
+    for _ in range(3):
+        assert not judge(record, "Nobody"), "one odd reply must not cost the answers of a whole evaluation"
+    assert caplog.text.count("expected yes or no") == 3
+    assert "The judge a-judge replied 'Perhaps'" in caplog.text
     (message,) = seen[0]["messages"]
     for text in ("Who knocks?", "her brother", "The woman's brother"):
         assert text in message["content"]
@@ -87,10 +89,9 @@ def test_a_judge_decides(judge_server):
 def test_a_judge_is_measured_on_answers_graded_by_hand(judge_server):
     address, replies, _ = judge_server
     graded = [right for _, _, right in graded_answers()]
-    replies += ["Perhaps", *["yes"] * 199]
+    replies += ["yes"] * 200
     found = agreement(judge_at(address, "a-judge"))
-    assert sum(counts["agreed"] for counts in found.values()) == sum(graded[1:])
-    assert found["yes or no"]["undecided"] == 1
+    assert sum(counts["agreed"] for counts in found.values()) == sum(graded)
 
 
 def test_the_command_asks_a_judge(judge_server, tiny_mp4, tiny_published, tmp_path):

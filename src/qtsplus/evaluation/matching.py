@@ -1,5 +1,6 @@
 """Whether a text that a model wrote gives the answer of a record: to the letter, by rules, or in a judge's opinion."""
 
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from text_to_num import alpha2digit
 
 from ..common.files import rewritten
 from ..data.records import VideoRecord
+
+logger = logging.getLogger(__name__)
 
 Matcher = Callable[[VideoRecord, str], bool]
 
@@ -126,8 +129,8 @@ _RULED_OUT = rf"(?m){_WRONG}.*@.*|^(?=.*@).*{_WRONG}(?!.*@).*"
 # The last clause that declares an answer, the clauses that end in a letter, and all clauses
 _CHOOSING = (rf"\A(?:.*\n)*(?=.*@)(.*{_ANSWER}.*)", r"(?m)^.*@\w$", ".+")
 
-_JUDGE = """Question: {question}
-Right answer: {answer}
+_JUDGE = """Question: {record.question}
+Right answer: {record.answer}
 Given answer: {said}
 Does the given answer say the same as the right answer? Reply with yes or no."""
 
@@ -207,8 +210,8 @@ def judge_at(address: str, model: str) -> Matcher:
     A language model behind an OpenAI-compatible address as the judge of answers; its key is in `OPENAI_API_KEY`.
 
     Raises:
-        ValueError: here if the package `openai` is not installed; from the judge if there is no reply, or one that is
-            neither yes nor no.
+        ValueError: here if the package `openai` is not installed; from the judge if there is no reply. One that is
+            neither yes nor no accepts nothing, with a warning.
     """
     try:
         from openai import OpenAI, OpenAIError
@@ -223,17 +226,19 @@ def judge_at(address: str, model: str) -> Matcher:
                 messages=[
                     {
                         "role": "user",
-                        "content": _JUDGE.format(question=record.question, answer=record.answer, said=said),
+                        "content": _JUDGE.format(record=record, said=said),
                     }
                 ],
                 temperature=0,
             )
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
-        text = reply.choices[0].message.content or ""
-        decision = re.match(r"(yes|no)\b", _clauses(text))
-        if decision is None:
-            raise ValueError(f"The judge {model} replied {text[:80]!r}; expected yes or no.")
-        return decision[1] == "yes"
+        choices = getattr(reply, "choices", None)  # what is no chat completion has none
+        text = str(choices[0].message.content if choices else reply)
+        decision = re.search(r"(?m)^(yes|no)\b(?! or\b)", _clauses(text))
+        if decision:
+            return decision[1] == "yes"
+        logger.warning("The judge %s replied %.80r; expected yes or no.", model, text)
+        return False
 
     return judge
