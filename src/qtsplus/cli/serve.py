@@ -89,7 +89,7 @@ def serve(
         "-m",
         "vllm.entrypoints.launchers.api_server.entry",
         "--trust-request-mm-kwargs",
-        model,  # in place of a bare word behind `--`, such as that of "--enforce-eager false", which vLLM then refuses
+        model,  # takes vLLM's one place for a bare word, so that it refuses "false" in "--enforce-eager false"
         "--enable-prompt-tokens-details",  # with which `usage` in a response says how many tokens were kept
         "--worker-extension-cls",
         "qtsplus.vllm.worker.Worker",

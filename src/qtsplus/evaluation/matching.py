@@ -182,8 +182,8 @@ def _says(clauses: str, expected: str) -> bool:
 
 def _chosen(said: str, options: Sequence[str]) -> set[str]:
     """
-    The letters of the options that a text chooses: those that it names and does not rule out, or else those of the
-    options whose texts it says.
+    The letters of the options that a text chooses. It chooses the letters that it names and does not rule out. If there
+    are none, it chooses the options whose texts it says.
     """
     by_letter = dict(zip(ascii_lowercase, options, strict=False))
     marked = _clauses(_marked(said, options))
@@ -210,8 +210,8 @@ def judge_at(address: str, model: str) -> Matcher:
     A language model behind an OpenAI-compatible address as the judge of answers; its key is in `OPENAI_API_KEY`.
 
     Raises:
-        ValueError: here if the package `openai` is not installed; from the judge if there is no reply. One that is
-            neither yes nor no accepts nothing, with a warning.
+        ValueError: here if the package `openai` is not installed; from the judge if there is no reply. If a reply is
+            neither yes nor no, the judge logs a warning and does not accept the answer.
     """
     try:
         from openai import OpenAI, OpenAIError
@@ -233,7 +233,7 @@ def judge_at(address: str, model: str) -> Matcher:
             )
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
-        choices = getattr(reply, "choices", None)  # what is no chat completion has none
+        choices = getattr(reply, "choices", None)  # an error page or a plain text has none
         text = str(choices[0].message.content if choices else reply)
         decision = re.search(r"(?m)^(yes|no)\b(?! or\b)", _clauses(text))
         if decision:

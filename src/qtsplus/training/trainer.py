@@ -254,7 +254,7 @@ class QTSplusTrainer(Trainer):
         return loss, outputs.logits, labels
 
     def _compact(self, labels: Tensor, input_ids: Tensor, qtsplus) -> Tensor:
-        """`[B, S]` labels -> `[B, S']`, those of the columns that are kept."""
+        """`[B, S]` labels -> `[B, S']`, the labels of the kept columns."""
         if qtsplus is None or qtsplus.columns is None:
             return labels
         return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
@@ -282,7 +282,7 @@ class QTSplusTrainer(Trainer):
         return outputs, losses, rows
 
     def _prediction_errors(self, inputs, labels, qtsplus) -> Tensor:
-        """Of the losses that the budget head predicts, `[k]` for the samples of [`loss_differences`]."""
+        """The errors of the losses that the budget head predicts, `[k]` for the samples of [`loss_differences`]."""
         totals = [0]
         if qtsplus is not None:
             totals = qtsplus.num_tokens.tolist()
@@ -448,6 +448,6 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
 
 
 def _sources(batch: Mapping) -> Tensor:
-    """`[B]` indices into [`SOURCES`]; those of "vqa" if the batch is of another collator than ours."""
+    """`[B]` indices into [`SOURCES`]; all of them "vqa" if another collator than ours made the batch."""
     default = torch.full_like(batch["input_ids"][:, 0], SOURCES.index("vqa"))
     return batch.get("source_ids", default)
