@@ -42,7 +42,10 @@ TensorSequence = Sequence[Tensor]
 
 @dataclass
 class Candidates:
-    """The `M` visual tokens of one sample that compete for its budget. Expensive properties are computed when read."""
+    """
+    The `M` visual tokens of one sample that compete for its budget. Expensive properties are computed when read. A
+    method must not write into the tensors, since other questions about the same video share them.
+    """
 
     visual: TensorSequence  # one [k, d] for each video or image, in turn; the k sum to M
     query: Tensor  # [L, d], raw embeddings of the question's words; empty if the prompt has no question
