@@ -2,7 +2,6 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -160,17 +159,6 @@ def test_a_session_of_one_video_is_one_shot(loaded, tmp_path, kind):
     assert torch.equal(alone.keep_map, answer.keep_map)
 
 
-@pytest.mark.parametrize("question", QUESTIONS[::4])
-def test_a_session_of_two_videos_is_one_shot(loaded, cameras, both, question):
-    content = []
-    for name in both.names:
-        content.append({"type": "text", "text": f"{name}: "})
-        content.append({"type": "video", "video": str(cameras / name)})
-    content.append({"type": "text", "text": question})
-    expected = one_shot(loaded, content, query=question)
-    assert_is_one_shot(both, question, both.ask(question, **SHORT), expected)
-
-
 def things_of_one_video():
     """The things that only one of the videos shows, each with the name of the video."""
     names_in_front = {thing.name for thing in FRONT.objects}
@@ -262,17 +250,6 @@ def test_an_empty_name_and_options_without_effect_are_refused(fresh):
         fresh.add(video, " ")
     with pytest.raises(ValueError, match="Got fps for a video that was encoded before"):
         fresh.add(video, fps=2)
-
-
-@pytest.mark.parametrize("selection", ["qtsplus", "uniform", "all"])
-def test_features_that_hold_nan_are_refused(loaded, both, selection):
-    video = both.video("front.mp4")
-    features = video.features.clone()
-    features[3, 5] = float("nan")
-    made = VideoSession(*loaded)
-    made.add(replace(video, features=features), "front")
-    with pytest.raises(ValueError, match="NaN or infinity in the features of a video"):
-        made.ask(FIRST, selection=selection)
 
 
 @pytest.mark.parametrize(

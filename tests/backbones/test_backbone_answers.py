@@ -8,8 +8,6 @@ from typer.testing import CliRunner
 
 from qtsplus.asking import session
 from qtsplus.cli import app
-from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.evaluate import evaluate_records
 from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 
 FRAME_SIZE = 168
@@ -59,25 +57,6 @@ def test_a_token_sees_what_its_place_in_the_grid_shows(backbone, processor):
         features, _ = encode(spotted)
         change = (features - plain).abs().sum(1)
         assert change.argmax() == expected
-
-
-def test_answers_say_what_was_kept(model, processor, clips):
-    """Newlines and the text of frames are no visual tokens, nor is InternVL's placeholder the processor's."""
-    video = str(clips / "long.mp4")
-    questions = ("What is red?", "What is blue?")
-    records = [VideoRecord(question=question, answer="A ball.", video=video) for question in questions]
-    inputs = processor(
-        text=[processor.video_token],
-        videos=[video],
-        return_tensors="pt",
-    )
-    pixels = inputs["pixel_values_videos"]
-    (features,) = model.encode_videos(pixels, inputs["video_grid_thw"])
-    tokens = len(features)
-    for retention in (0.25, 1.0):
-        for result in evaluate_records(model, processor, records, retention=retention):
-            assert result.visual_tokens == tokens
-            assert result.kept_tokens == math.ceil(retention * tokens)
 
 
 def test_the_command_answers(backbone, processor, clips, tmp_path):

@@ -10,9 +10,10 @@ from accelerate import cpu_offload
 from torch.testing import assert_close
 
 from model_checks import assert_row_is_alone, assert_trained, with_labels
+from own_loop import answered, cached_columns, check_two_calls, full_width, in_two_calls
 from qtsplus.asking.ranking import keys_fingerprint
 from qtsplus.model.methods_qtsplus import METHODS, Candidates
-from qtsplus.model.prompt_qtsplus import CACHE, IMAGE, VIDEO
+from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO
 from qtsplus.video.storage import fingerprint
 from tiny import assert_same, chat_inputs, compress, run, without
 from tiny_backbones import each_unlike
@@ -212,54 +213,21 @@ class TestBackbone:
         close(torch.stack(cached.logits, dim=1), whole[:, -NEW:], 1e-4)
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-    @pytest.mark.parametrize("full_width", [True, False], ids=["the prompt's mask", "the cached columns' mask"])
-    def test_a_callers_own_loop_is_generate(self, model, prepare, full_width, attention):
+    @pytest.mark.parametrize("mask", [full_width, cached_columns])
+    def test_a_callers_own_loop_is_generate(self, model, prepare, mask, attention):
         """A mask of the full prompt's width beside the cache of the shortened one is understood."""
         before = model.config._attn_implementation
         model.set_attn_implementation(attention)
-        inputs = prepare("video", "two videos", "text")
-        expected = model.generate(**inputs, **CALL, **STEPS)
-        ids = expected.sequences[:, -NEW:]
-        output = run(model, inputs, use_cache=True)
-        if full_width:
-            mask = inputs["attention_mask"]
-        else:
-            is_column = output.qtsplus.columns >= 0
-            mask = is_column.long()
-        steps = [output.logits[:, -1]]
-        for step in range(NEW - 1):
-            mask = longer(mask, 1, 1)
-            call = {
-                "input_ids": ids[:, step : step + 1],
-                "attention_mask": mask,
-                "past_key_values": output[CACHE],
-            }
-            output = run(model, call, use_cache=True)
-            steps.append(output.logits[:, -1])
+        answered(model, prepare("video", "two videos", "text")).check_loop(mask)
         model.set_attn_implementation(before)
-        close(steps, list(expected.logits), 1e-4)
 
     def test_a_prompt_in_two_calls_is_cut_behind_its_question_alone(self, model, prepare):
         inputs = prepare("video")
-        mask = inputs["attention_mask"]
-
-        def in_two_calls(stop):
-            begin = dict(inputs)
-            for name in ("input_ids", "attention_mask", "query_mask"):
-                begin[name] = inputs[name][:, :stop]
-            rest = {
-                "input_ids": inputs["input_ids"][:, stop:],
-                "attention_mask": mask,
-                "past_key_values": run(model, begin, use_cache=True)[CACHE],
-            }
-            return logits(model, rest)[0, -1]
-
-        is_question = inputs["query_mask"][0]
-        last_word = is_question.nonzero().max().item()
-        expected = logits(model, inputs)[0, -1]
-        close(in_two_calls(last_word + 1), expected, 1e-4)
+        last_word = inputs["query_mask"][0].nonzero().max()
+        behind = width_of(inputs) - 1 - last_word
+        check_two_calls(model, inputs, behind)
         with pytest.raises(ValueError, match="the new ids continue it or ask another"):
-            in_two_calls(last_word)
+            in_two_calls(model, inputs, behind + 1)
 
     def test_seconds_that_a_collator_dropped_are_named(self, model, prepare):
         inputs = prepare("video", "two videos")
@@ -369,14 +337,6 @@ class TestBackbone:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "rho" not in name:
                 assert parameter.grad.any(), name
-
-    @each_unlike
-    def test_training_and_inference_keep_the_same(self, backbone, processor, prepare):
-        """With a gate that does not soften the choice."""
-        model = backbone.build(processor, gate="detached")
-        inputs = prepare("video", "two videos")
-        evaluated = kept_indices(model, inputs)
-        assert_same(model.train()(**inputs).qtsplus.kept_indices, evaluated)
 
     def test_the_question_alone_is_the_query(self, processor, model, prepare, rows):
         inputs = prepare(*NAMES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tiny import batch, prompt, run, stock_twin, token_types
+from tiny import batch, prompt, run
 
 ROWS = (
     prompt(videos=[(4, 8, 12)]),
@@ -50,24 +50,6 @@ def test_columns_to_keep_are_those_of_the_full_prompt(model, inputs, kept):
     length = inputs["input_ids"].shape[1]
     check_columns(model, inputs, kept, kept)
     check_columns(model, inputs, kept + length, kept)
-
-
-def test_with_all_tokens_logits_to_keep_is_as_in_stock(model):
-    inputs = batch(*ROWS)
-    columns = torch.tensor([3, 11, -1])
-    ours = model(
-        **inputs,
-        selection="all",
-        reencode=False,
-        logits_to_keep=columns,
-    )
-    expected = stock_twin(model)(
-        **inputs,
-        mm_token_type_ids=token_types(inputs["input_ids"]),
-        logits_to_keep=columns,
-    )
-    is_real = inputs["attention_mask"].bool()[:, columns]
-    assert_close(ours.logits[is_real], expected.logits[is_real], atol=1e-5, rtol=1e-5)
 
 
 def test_a_dropped_token_and_one_too_many_have_no_logits(model):
