@@ -6,6 +6,12 @@ import torch
 from qtsplus.training.freezing import part_of
 from training_examples import make_trainer
 
+UNUSED = (
+    "model.qtsplus.scoring_layers.0.v_proj",
+    "model.qtsplus.scoring_layers.0.o_proj",
+    "model.qtsplus.scoring_layers.0.ffn",
+)
+
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
@@ -28,7 +34,5 @@ def test_only_what_is_not_frozen_moves(tmp_path, arguments, moved):
     for name, weight in weights_of(trainer).items():
         if not torch.equal(before[name], weight):
             parts.add(part_of(name))
-            assert not name.startswith("model.qtsplus.scoring_layers.0.v_proj")
-            assert not name.startswith("model.qtsplus.scoring_layers.0.o_proj")
-            assert not name.startswith("model.qtsplus.scoring_layers.0.ffn")
+            assert not name.startswith(UNUSED)
     assert parts == moved

@@ -50,10 +50,6 @@ def train(sets: Path, out: Path, files: list[str], *overrides: str):
     return CliRunner().invoke(app, command)
 
 
-def state_of(run: Path) -> dict:
-    return json.loads((run / "trainer_state.json").read_text())
-
-
 def test_a_batch_mixes_items_and_answers(sets, tiny_processor):
     records = []
     for name in ("vscq2.jsonl", "vqa.jsonl"):
@@ -75,7 +71,8 @@ def test_the_papers_stage_trains_on_both_sets_and_is_evaluated(sets, tmp_path):
     run = tmp_path / "run"
     result = train(sets, run, ["vscq2.jsonl", "vqa.jsonl"], "training.num_train_epochs=2")
     assert result.exit_code == 0, result.output
-    steps = [line for line in state_of(run)["log_history"] if "loss" in line]
+    state = json.loads((run / "trainer_state.json").read_text())
+    steps = [line for line in state["log_history"] if "loss" in line]
     assert len(steps) == 2
     for line in steps:
         assert line["loss_mcq"] > 0

@@ -38,7 +38,7 @@ training:
 PIXELS = """
   relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
   answers: {training: {freeze_scores: true, freeze_language_model: false, freeze_vision_model: false,
-    retention_share: 0.5, eval_strategy: steps, eval_steps: 2, per_device_eval_batch_size: 1}}
+    retention_share: 0.5, eval_strategy: steps, eval_steps: 2, per_device_eval_batch_size: 5}}
 """
 # From features: a frozen teacher, then adapters on a teacher that changes.
 FEATURES = """

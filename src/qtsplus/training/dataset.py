@@ -62,8 +62,10 @@ class VideoQADataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int) -> Inputs | None:
-        """See [`example`](VideoQADataset.example)."""
+    def __getitem__(self, index: int | None) -> Inputs | None:
+        """See [`example`](VideoQADataset.example); nothing at all, `{}`, is at the index `None`."""
+        if index is None:
+            return {}
         return self.example(self.records[index])
 
     def example(self, record: VideoRecord) -> Inputs | None:
@@ -149,7 +151,7 @@ class VideoQACollator:
     """
     Pads examples of [`VideoQADataset`] on the right. Skipped records (`None`) are left out and counted in the batch. A
     batch of nothing else becomes one row of text without a label, so that the processes of a distributed run stay in
-    step.
+    step. So does each empty example (`{}`), which counts as no record.
     """
 
     def __init__(self, processor):
@@ -170,7 +172,7 @@ class VideoQACollator:
             videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
             `skipped`, the number of records that were left out.
         """
-        rows = [dict(example) for example in examples if example is not None]
+        rows = [dict(example or self._blank) for example in examples if example is not None]
         skipped = len(examples) - len(rows)
         if not rows:
             rows.append(dict(self._blank))

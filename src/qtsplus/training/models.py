@@ -51,7 +51,6 @@ def make_model(
     weights: str | None,
     selector: Mapping | None = None,
     dtype: str = "float32",
-    attn_implementation: str | None = None,
     seed: int = 0,
 ):
     """
@@ -63,8 +62,6 @@ def make_model(
         require_weights(weights, config.model_type)
     # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
     loading = {"dtype": getattr(torch, dtype)}
-    if attn_implementation:
-        loading["attn_implementation"] = attn_implementation
     backbone = backbone_of(config.model_type)
     if weights is None:
         with torch.random.fork_rng(devices=[]):

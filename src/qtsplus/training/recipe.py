@@ -32,7 +32,6 @@ class ModelArguments:
         selector: fields of `qtsplus_config` to change.
         dtype: of the weights that are frozen; those that are trained are held in float32, which small learning rates
             need.
-        attn_implementation: as for `from_pretrained`.
     """
 
     __pydantic_config__ = STRICT
@@ -41,7 +40,6 @@ class ModelArguments:
     weights: Text | None = None
     selector: Fields = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    attn_implementation: Text | None = None
 
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:

@@ -127,7 +127,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     config = make_config(args.variant, args.weights, args.selector)
     processor = make_processor(args.variant, args.weights, config)
     seed = recipe.training.seed
-    model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed)
+    model = make_model(args.variant, args.weights, args.selector, args.dtype, seed)
     adopt_tokenizer(model.config, processor)  # a stock model's configuration lacks the ids by which questions are found
     features = None
     if data.features is not None:

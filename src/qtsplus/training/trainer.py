@@ -105,7 +105,7 @@ class QTSplusTrainer(Trainer):
         model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, whose frozen parts stay
             frozen.
         args: see [`QTSplusTrainingArguments`]; they decide what is frozen and where adapters are added.
-        kwargs: as for [`Trainer`].
+        kwargs: as for [`Trainer`]; batches have what [`VideoQACollator`] makes, `source_ids` too.
     """
 
     arguments_class: type[QTSplusTrainingArguments] = QTSplusTrainingArguments
@@ -115,6 +115,7 @@ class QTSplusTrainer(Trainer):
 
     args: QTSplusTrainingArguments
     model: Any  # a model or a PeftModel, never None here
+    _counts: StepCounts  # of the optimizer step, from its beginning
 
     def __init__(self, model: nn.Module, args: QTSplusTrainingArguments, **kwargs):
         model = prepare_parts(model, args)
@@ -134,7 +135,6 @@ class QTSplusTrainer(Trainer):
         names = self.loss_names + _BUDGET + ("loss", "skipped")
         # In training (`True`) and in evaluation (`False`).
         self.running = {training: RunningMeans(names, self.args.device) for training in (True, False)}
-        self._counts: StepCounts | None = None
         self._retention: float | None = None
         self._longest = torch.zeros(1, device=self.args.device)  # seconds of the longest video so far, in this process
         self.budget = RhoControl(self.selector, self.args, self.running)
@@ -173,13 +173,9 @@ class QTSplusTrainer(Trainer):
         """The part of the optimizer step's objective that this micro-batch contributes."""
         inputs = dict(inputs)
         inputs.pop("skipped", None)
-        counts = self._counts
-        if not model.training:
-            counts = StepCounts.of(self._count(inputs))
-        assert counts is not None
+        counts = self._counts if model.training else StepCounts.of(self._count(inputs))
         labels = inputs.pop("labels")
-        sources = _sources(inputs)
-        inputs.pop("source_ids", None)
+        sources = inputs.pop("source_ids")
         has_own_budget = self._retention is None
         if model.training and not has_own_budget:
             inputs["retention"] = self._retention
@@ -231,6 +227,14 @@ class QTSplusTrainer(Trainer):
         tokens = tokens.clamp(min=1)
         shares = token_losses / tokens[sources]
         return shares.sum()
+
+    def _get_eval_sampler(self, eval_dataset):
+        """As stock; but the last batches of several processes are filled with nothing, where stock repeats records."""
+        processes = self.args.world_size
+        if processes == 1 or not isinstance(eval_dataset, VideoQADataset):
+            return super()._get_eval_sampler(eval_dataset)
+        missing = -len(eval_dataset) % (processes * self.args.eval_batch_size)
+        return [*range(len(eval_dataset)), *[None] * missing]
 
     def evaluation_loop(self, *args, **kwargs):
         """As stock; the logged means start from 0, since an earlier `predict` adds to them but logs nothing."""
@@ -324,7 +328,7 @@ class QTSplusTrainer(Trainer):
         supervised = batch["labels"][:, 1:] != IGNORED
         tokens = supervised.sum(1)
         by_source = tokens.new_zeros(len(SOURCES))
-        by_source.index_add_(0, _sources(batch), tokens)
+        by_source.index_add_(0, batch["source_ids"], tokens)
         with_vision = (batch["input_ids"] == base_model(self.model).config.video_token_id).any(1)
         answered = with_vision & (tokens > 0)
         return torch.cat([by_source, torch.stack([with_vision.sum(), answered.sum()])])
@@ -445,9 +449,3 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
         return None
     low, high = args.retention_range
     return low * (high / low) ** place
-
-
-def _sources(batch: Mapping) -> Tensor:
-    """`[B]` indices into [`SOURCES`]; all of them "vqa" if another collator than ours made the batch."""
-    default = torch.full_like(batch["input_ids"][:, 0], SOURCES.index("vqa"))
-    return batch.get("source_ids", default)
