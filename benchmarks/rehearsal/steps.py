@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from qtsplus.common.files import rewritten
 from qtsplus.common.folders import read_json
-from qtsplus.hub.checkpoint import our_name, read_checkpoint
+from qtsplus.hub.checkpoint import STOCK, read_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.loading import load_config
 
@@ -231,7 +232,7 @@ def _same_tensors(one: Path, other: Path) -> int:
 
 
 def _named(folder: Path) -> dict[str, Any]:
-    tensors = {our_name(name): tensor for name, tensor in read_checkpoint(folder).items()}
+    tensors = {rewritten(name, STOCK): tensor for name, tensor in read_checkpoint(folder).items()}
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(_SELECTOR)}
 
 

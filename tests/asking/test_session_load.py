@@ -189,7 +189,7 @@ def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypa
     monkeypatch.setattr(loading, "stored_config", stored)
     monkeypatch.setattr(loading, "load_config", load_config)
     loading.load("lab/tiny", revision="v1.0")
-    assert asked == ["v1.0"] * 5
+    assert asked == ["v1.0"] * 4
 
 
 # What a model gives is handed on --------------------------------------------------------------------------------------

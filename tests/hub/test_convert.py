@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qtsplus import Qwen2_5_VLQTSplusConfig
+from qtsplus.common.files import rewritten
 from qtsplus.hub import convert as conversion
-from qtsplus.hub.checkpoint import REFERENCE, SELECTOR, check_weights, on_meta, our_name
+from qtsplus.hub.checkpoint import REFERENCE, SELECTOR, STOCK, check_weights, on_meta
 from qtsplus.hub.convert import convert, find_vision_config
 from qtsplus.hub.files import hub_configs
 from reference import GOLDEN, load, meta
@@ -106,7 +107,7 @@ def test_a_stock_model_loses_nothing(stock, tmp_path, ours):
     convert(folder, ours)
     converted = weights(ours)
     for name, tensor in weights(folder).items():
-        assert torch.equal(converted[our_name(name)], tensor)
+        assert torch.equal(converted[rewritten(name, STOCK)], tensor)
     again = Qwen2_5_VLForConditionalGeneration.from_pretrained(ours)
     inputs = batch(prompt(videos=[(4, 8, 12)]))
     inputs["mm_token_type_ids"] = token_types(inputs["input_ids"])
@@ -434,7 +435,7 @@ def test_every_key_that_is_missing_or_unexpected_is_listed(reference_folder, our
         "model.vision_tower.merger.ln_q.weight",
         "model.layers.1.self_attn.k_proj.bias",
     ]
-    missing = [our_name(name, REFERENCE) for name in lost]
+    missing = [rewritten(name, REFERENCE) for name in lost]
 
     def spoil(tensors):
         for name in lost:

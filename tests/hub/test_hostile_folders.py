@@ -21,7 +21,7 @@ TEMPLATES = {
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ raise_exception('no system') }}": "TemplateError: no system",
     "{% for": "TemplateSyntaxError",
-    "{{ 'x' * 10000000000 }}": "it takes more than 1.07 GB of memory",
+    "{{ 'x' * 10000000000 }}": "it takes more than 1.1 GB of memory",
 }
 
 

@@ -52,7 +52,7 @@ def test_what_is_on_disk_is_not_encoded_again(build, folder):
     lines = []
     build(say=lines.append)
     before = encoded(folder)
-    assert "3 of 3 videos: 648 tokens, 373 kB" in lines[0]
+    assert "3 of 3 videos: 648 tokens, 373.2 kB" in lines[0]
     build(say=lines.append)
     assert encoded(folder) == before
     assert len(lines) == 1

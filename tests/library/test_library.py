@@ -340,7 +340,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     made = qtsplus("index", mine, "--out", folder, "--model", tiny_published)
     assert made.exit_code == 0, made.stderr
     assert made.stdout == f"Wrote {folder}, a library of 3 videos\n"
-    assert "Encoding 3 of 4 videos: 648 tokens, 373 kB" in made.stderr
+    assert "Encoding 3 of 4 videos: 648 tokens, 373.2 kB" in made.stderr
     assert "Left out bad.mp4: Cannot decode" in made.stderr
 
     (mine / "more/c.mp4").write_bytes(b"another video")

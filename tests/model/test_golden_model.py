@@ -6,7 +6,8 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.hub.checkpoint import REFERENCE, our_name
+from qtsplus.common.files import rewritten
+from qtsplus.hub.checkpoint import REFERENCE
 from qtsplus.hub.convert import convert_reference_config
 from reference import load, meta
 from tiny import assert_same, compress, run
@@ -21,7 +22,7 @@ def converted(tmp_path_factory):
     stated = meta(*E2E, "checkpoint", "config")
     convert_reference_config(stated, meta(*E2E, "vision", "config")).save_pretrained(folder)
     checkpoint = load(*E2E, "checkpoint", "model")
-    weights = {our_name(name, REFERENCE): tensor for name, tensor in checkpoint.items()}
+    weights = {rewritten(name, REFERENCE): tensor for name, tensor in checkpoint.items()}
     weights["model.qtsplus.rho_history"] = torch.zeros(2, dtype=torch.int64)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -129,6 +130,6 @@ def test_training_step(model, monkeypatch):
     assert len(names) == 7
     for name in names:
         expected = golden[name]
-        gradient = model.get_parameter(our_name(name.removeprefix("grad/"), REFERENCE)).grad
+        gradient = model.get_parameter(rewritten(name.removeprefix("grad/"), REFERENCE)).grad
         largest = expected.abs().max().item()
         close(gradient, expected, 2e-5 * largest, 1e-4)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from qtsplus.hub.checkpoint import REFERENCE, our_name
+from qtsplus.common.files import rewritten
+from qtsplus.hub.checkpoint import REFERENCE
 from qtsplus.model.budget_qtsplus import read_together
 from qtsplus.model.configuration_qtsplus import QTSplusConfig
 from qtsplus.model.selector_qtsplus import QTSplusOutput, QTSplusSelector, find_threshold, gumbel_gate
@@ -40,7 +41,7 @@ def close(actual, expected, atol, rtol=1e-5):
 def ours(name: str) -> str:
     """What we call a parameter of the reference's selector."""
     theirs = f"model.qts_plus.selector.{name}"
-    return our_name(theirs, REFERENCE).removeprefix("model.qtsplus.")
+    return rewritten(theirs, REFERENCE).removeprefix("model.qtsplus.")
 
 
 NOISE = "qtsplus.model.selector_qtsplus.gumbel_noise"

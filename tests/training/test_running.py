@@ -118,7 +118,7 @@ def test_a_second_training_into_a_folder_is_refused(recipe_file, tmp_path):
 def test_a_full_disk_is_found_before_the_model(recipe_file, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("qtsplus.common.files.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 40.3 MB"):
+    with pytest.raises(ValueError, match="1.0 kB free, but the model and its checkpoints take about 40.3 MB"):
         run(load_stages(recipe_file, ["training.save_strategy=steps", "training.save_total_limit=2"])[0])
 
 

@@ -78,9 +78,8 @@ def serve(
         check_key("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch work without it")
-    from ..hub.loading import check_model, load_config
+    from ..hub.loading import load_config
 
-    check_model(model, revision)
     config = load_config(model, revision)
     if "longrope" in str(config):  # such as the bundled model
         fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")

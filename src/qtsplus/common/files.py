@@ -11,6 +11,7 @@ from typing import IO
 from uuid import uuid4
 
 from filelock import FileLock, Timeout
+from rich.filesize import decimal as size
 from safetensors import SafetensorError
 
 NAMED = 8  # the most names that a message lists
@@ -96,20 +97,11 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def require_space(folder: Path, needed: float, what: str) -> None:
+def require_space(folder: Path, needed: int, what: str) -> None:
     """Raises `ValueError` for a disk without so many free bytes."""
     free = shutil.disk_usage(_existing(folder.absolute())).free
     if needed > free:
         raise ValueError(f"{folder} has {size(free)} free, but {what} take about {size(needed)}: free some space.")
-
-
-def size(count: float) -> str:
-    """Bytes for a person."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def clock(seconds: float) -> str:

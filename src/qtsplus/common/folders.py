@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from .files import check_folder, listed, naming_full_disk, size, whole_file
+from .files import check_folder, listed, naming_full_disk, size
 from .journals import Document, State, file_state, write_json
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
@@ -157,5 +157,4 @@ def update_json(path: Path, drop: tuple[str, ...] = (), **values: object) -> Non
     content = read_json(path) | values
     for name in drop:
         content.pop(name, None)
-    with whole_file(path) as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+    write_json(path, content)

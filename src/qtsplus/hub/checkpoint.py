@@ -77,11 +77,6 @@ def read_checkpoint(folder: Path) -> Weights:
     return tensors
 
 
-def our_name(name: str, rules: Mapping[str, str] = STOCK) -> str:
-    """The name in our model of the weight that is called `name` in a checkpoint."""
-    return rewritten(name, rules)
-
-
 def on_meta(config):
     """The model of a configuration without weights: names, shapes and sizes."""
     with torch.device("meta"):
@@ -106,7 +101,7 @@ def check_weights(
         model = on_meta(config)
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
     tensors = {
-        our_name(key, rules): tensor
+        rewritten(key, rules): tensor
         for key, tensor in stored.items()
         if not any(re.search(pattern, key) for pattern in ignored)
     }

@@ -100,7 +100,6 @@ def check_values(what: str, values, name: str = "") -> None:
 
 def load_processor(model: str | Path, revision: str | None = None):
     """The processor alone, see [`load`]."""
-    check_model(model, revision)
     config = load_config(model, revision)
     processor = processor_of(model, config, revision)
     if processor.tokenizer.pad_token is None:
@@ -151,7 +150,15 @@ def _question_in_prompt(processor, token_ids: dict) -> torch.Tensor:
 
 def load_config(model: str | Path, revision: str | None = None):
     """The configuration of one of our models; `ValueError` for another, and for a broken one."""
-    backbone = backbone_of(stored_config(model, revision).get("model_type"))
+    stored = stored_config(model, revision)
+    model_type = stored.get("model_type")
+    if "qtsplus_config" not in stored:
+        name = str(model)
+        raise ValueError(
+            f"{name!r} is no QTSplus model: its model_type is {model_type!r}. Make one of it with "
+            f"`qtsplus convert {name} --out FOLDER`."
+        )
+    backbone = backbone_of(model_type)
     with reading(Path(model, "config.json")):
         return backbone.config.from_pretrained(model, revision=revision)
 
@@ -230,17 +237,6 @@ def find_device(device: str | None) -> str:
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(f"The device {device!r} cannot be used: {first_line(error)}") from error
     return device
-
-
-def check_model(model: str | Path, revision: str | None = None) -> None:
-    """A `ValueError` for what cannot be a model with a selector; see [`load`]."""
-    name = str(model)
-    config = stored_config(model, revision)
-    if "qtsplus_config" not in config:
-        raise ValueError(
-            f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
-            f"`qtsplus convert {name} --out FOLDER`."
-        )
 
 
 def check_served_adapter(adapter: str) -> None:

@@ -15,7 +15,7 @@ from .backbones import backbone_of
 from .card import card_data, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
-from .loading import check_model, load_config, load_generation_config, load_processor
+from .loading import load_config, load_generation_config, load_processor
 
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
@@ -48,7 +48,6 @@ def assemble_folder(
     folder = check_own(folder, source)
     if not source.is_dir():
         raise ValueError(f"{source} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
-    check_model(source)
     config = load_config(source)
     stored = read_checkpoint(source)
     model = on_meta(config)
