@@ -451,7 +451,7 @@ class QTSplusSelector(nn.Module):
         """What a call asks for, checked, and the configuration's values for the rest."""
         if selection is None:
             selection = self.config.selection
-        elif isinstance(selection, str):
+        else:
             add_method(selection)
         find_method(selection)  # raises `ValueError`, also for a row without visual tokens
         retentions: Any = retention
