@@ -15,10 +15,23 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 QUESTIONS = """video_id,frame_count,width,height,question,answer,qid,type,a0,a1,a2,a3,a4
 111,2697,640,480,why did the boy get up,unwrap it,1,CW,share it,sit down,unwrap it,play,point
-222,1906,640,480,how does the man sell the watch,show it,7,CH,give it,show it,dismount,shout,wave
+222,1906,640,480,how does the man sell the watch,2,7,CH,1,2,3,4,5
 111,2697,640,480,what does the dog do at the end,runs,3,TN,runs,barks,sleeps,jumps,eats
 """
-MOMENTS = {"111": {"duration": 90, "location": {"1": [[1.2, 5.8], [20.0, 23.5]], "3": [[80.1, 90]]}, "fps": 29.97}}
+SPANS = {"1": [[1.2, 5.8], [20.0, 23.5]], "3": [[80.1, 95], [97, 98]]}
+MOMENTS = {"111": {"duration": 90, "location": SPANS, "fps": 29.97}}
+# Two questions about the same moment, and a question that is asked twice.
+ALONE = """
+{"video": "a.mp4", "question": "Who?", "answer": "Ann", "evidence": [[{"start": 1, "end": 3}]]}
+{"video": "a.mp4", "question": "Why?", "answer": "So", "evidence": [[{"start": 2, "end": 4}]]}
+{"video": "b.mp4", "question": "How?", "answer": "So"}
+{"video": "b.mp4", "question": "how?", "answer": "So"}
+"""
+REFUSED = """sharegptvideo.py tool.jsonl out.jsonl
+controls.py alone.jsonl
+nextgqa.py rows.jsonl out.jsonl
+nextgqa.py cut.csv out.jsonl
+nextgqa.py val.csv out.jsonl --moments val.csv"""
 PLACES = {"111": "0101/111", "222": "0016/222"}
 CONVERSATION = {
     "video": "v_abc-Scene-011",
@@ -58,13 +71,15 @@ def test_next_gqa_s_moments_are_evidence(convert):
     assert record.answer == "C"
     assert record.options == ("share it", "sit down", "unwrap it", "play", "point")
     assert first.needles == [[Sighting(1.2, 5.8), Sighting(20.0, 23.5)]]
-    assert second.needles == [[Sighting(80.1, 90)]]
+    assert second.needles == [[Sighting(80.1, 90)]], "moments end with their video"
+    assert read_records(path)[2].answer == "B", "NExT-GQA has the text of an answer, also of the answer 2"
 
 
 def test_next_qa_has_answers_by_number_and_may_be_asked_without_options(convert):
-    rows = QUESTIONS.replace("video_id", "video").replace(",runs,3,TN", ",0,3,TN")
+    rows = QUESTIONS.replace("video_id", "video").replace(",runs,3,TN", ",0,3,TN").replace(",unwrap it,1", ",2,1")
     Path("train.csv").write_text(rows)
-    record = read_records(convert("nextgqa.py", "train.csv", "out.jsonl", "--open"))[1]
+    _, record, counted = read_records(convert("nextgqa.py", "train.csv", "out.jsonl", "--open"))
+    assert counted.answer == "3", "the number 2 is not the option with the text 2"
     assert (record.question, record.answer) == ("What does the dog do at the end?", "runs")
     assert record.options is None
 
@@ -80,13 +95,23 @@ def test_sharegptvideo_s_conversations_are_questions_or_captions(convert):
 
 def test_sets_that_cannot_be_used_are_refused_in_words(convert, capsys):
     Path("tool.jsonl").write_text('{"video": "a", "conversations": [{"from": "tool", "value": "{}"}]}')
-    Path("alone.jsonl").write_text('{"video": "a.mp4", "question": "Who?", "answer": "Ann"}')
-    for command in ("sharegptvideo.py tool.jsonl out.jsonl", "controls.py alone.jsonl"):
+    Path("alone.jsonl").write_text(ALONE)
+    Path("cut.csv").write_text(QUESTIONS[:-6])
+    for command in REFUSED.splitlines():
         with pytest.raises(SystemExit):
             convert(*command.split())
     shown = capsys.readouterr().err
     assert "row 1 of tool.jsonl (a) cannot be used: conversations has turns of ['tool']" in shown
     assert "alone.jsonl needs several different questions about each video, and two videos at least" in shown
+    assert "rows.jsonl has the columns" in shown
+    assert "row 3 of cut.csv has not as many values as there are columns" in shown
+    assert "val.csv is not JSON that can be read" in shown
+
+
+def test_questions_that_cannot_be_used_are_left_out_and_counted(convert, capsys):
+    Path("val.csv").write_text(QUESTIONS + "111,2697,640,480,who,Max,9,TN,Ann,Sam,Bob,Joe,Sue\n")
+    assert len(read_records(convert("nextgqa.py", "val.csv", "out.jsonl"))) == 3
+    assert "Left out: 1, such as 9 about 111: its answer 'Max' is none of its options" in capsys.readouterr().err
 
 
 def test_controls_select_by_another_question_of_the_same_video_and_of_another(convert):
