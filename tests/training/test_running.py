@@ -185,6 +185,8 @@ def test_a_finished_training_is_resumed_by_no_step(recipe_file, tmp_path, ends):
     modified = weights.stat().st_mtime_ns
     run_stages(stages, resume=True)
     assert weights.stat().st_mtime_ns == modified
+    with pytest.raises(ValueError, match="run was begun with model.weights=None, not /"):
+        run_stages(load_stages(recipe_file, [*steps, f"model.weights={bundled_model()}"]), resume=True)
     for path in folder.iterdir():
         if path.is_file():
             path.unlink()  # as if the run had ended while it wrote its model

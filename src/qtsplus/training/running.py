@@ -15,16 +15,19 @@ from transformers.utils import logging
 
 from ..common.files import check_folder, naming_full_disk, require_space, working_in
 from ..common.folders import read_json
+from ..common.journals import Journal
 from ..data.records import VideoRecord
 from ..hub.loading import adopt_tokenizer
 from .features import encode_files
 from .freezing import vision_modules
-from .models import make_config, make_model, make_processor
+from .models import make_model, make_processor
 from .plan import make_plan
 from .recipe import Recipe
 from .trainer import QTSplusTrainer
 
 logger = logging.get_logger(__name__)
+
+BEGUN_FILE = ".qtsplus-begun.jsonl"
 
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
@@ -43,7 +46,13 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
 
 
 def check_folders(stages: Sequence[Recipe], resume: bool = False) -> list[Recipe]:
-    """The stages that are to be run, see [`run_stages`]; raises as [`find_start`] for a folder of one of them."""
+    """
+    The stages that are to be run, see [`run_stages`]; raises as [`find_start`] for a folder of one of them, and
+    `ValueError` to go on from other weights than those from which the first one began.
+    """
+    first = stages[0]
+    if resume and any(first.output_dir.rglob(TRAINER_STATE_NAME)):
+        _begin(first)
     unfinished = []
     last = stages[-1]
     for stage in stages:
@@ -54,6 +63,11 @@ def check_folders(stages: Sequence[Recipe], resume: bool = False) -> list[Recipe
             find_start(stage, resume)
             unfinished.append(stage)
     return unfinished
+
+
+def _begin(recipe: Recipe) -> None:
+    """Notes from which weights a training begins; a `ValueError` where it has begun from others."""
+    Journal(recipe.output_dir / BEGUN_FILE, {"model.weights": recipe.model.weights})
 
 
 def find_start(recipe: Recipe, resume: bool) -> Path | None:
@@ -93,6 +107,9 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
             # loads the checkpoint and stops.
             trainer.args.max_steps = 0
             trainer.args.num_train_epochs = 0
+        if checkpoint is None and trainer.is_world_process_zero():
+            (output_dir / BEGUN_FILE).unlink(missing_ok=True)
+            _begin(recipe)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.save_model()
         trainer.save_state()  # the last file that is written: it marks a finished run
@@ -124,10 +141,9 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     train, evaluation = read_sets(recipe)
     if args.weights is None:
         logger.warning(f"The recipe names no model.weights: {recipe.name} starts from random weights.")
-    config = make_config(args.variant, args.weights, args.selector)
-    processor = make_processor(args.variant, args.weights, config)
     seed = recipe.training.seed
     model = make_model(args.variant, args.weights, args.selector, args.dtype, seed)
+    processor = make_processor(args.variant, args.weights, model.config)
     adopt_tokenizer(model.config, processor)  # a stock model's configuration lacks the ids by which questions are found
     features = None
     if data.features is not None:
