@@ -178,6 +178,12 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ("model.dtype=int8", "model.dtype is 'int8'; expected 'float32'"),
         ("training.deepspeed=none.json", "package that is not installed"),
         ("training.per_device_train_batch_size=0", "per_device_train_batch_size is 0; expected more than 0"),
+        ("training.num_train_epochs=0", "num_train_epochs is 0.0; expected more than 0"),
+        ("training.learning_rate=-1", "learning_rate is -1.0; expected more than 0"),
+        ("training.weight_decay=-1", "weight_decay is -1.0; expected at least 0"),
+        ("training.max_grad_norm=-1", "max_grad_norm is -1.0; expected at least 0"),
+        ("training.label_smoothing_factor=2", "label_smoothing_factor is 2.0; expected at most 1"),
+        ("training.seed=-1", "seed is -1; expected at least 0"),
         ("training.output_dir=", "training.output_dir is null; expected the folder"),
     ],
 )

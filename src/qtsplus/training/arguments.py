@@ -12,6 +12,26 @@ from ..data.records import Fraction, Share
 Head = tuple[int, int]
 Heads = Annotated[list[Head], Field(min_length=1)]
 
+# Fields of Transformers, which looks at their ranges when it starts to train, or not at all.
+_RANGES = {
+    "per_device_train_batch_size": PositiveInt,
+    "per_device_eval_batch_size": PositiveInt,
+    "gradient_accumulation_steps": PositiveInt,
+    "num_train_epochs": PositiveFloat,
+    "learning_rate": PositiveFloat,
+    "weight_decay": NonNegativeFloat,
+    "adam_beta1": Share,
+    "adam_beta2": Share,
+    "adam_epsilon": NonNegativeFloat,
+    "max_grad_norm": NonNegativeFloat | None,
+    "label_smoothing_factor": Share,
+    "logging_steps": NonNegativeFloat,
+    "save_steps": NonNegativeFloat,
+    "save_total_limit": NonNegativeInt | None,
+    "dataloader_num_workers": NonNegativeInt,
+    "seed": NonNegativeInt,
+}
+
 
 @dataclass
 class QTSplusTrainingArguments(TrainingArguments):
@@ -76,10 +96,6 @@ class QTSplusTrainingArguments(TrainingArguments):
     max_skipped: Share = 0.1
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = False
-    # Transformers looks at the ranges of these when it starts to train, or not at all.
-    per_device_train_batch_size: PositiveInt = 8
-    per_device_eval_batch_size: PositiveInt = 8
-    gradient_accumulation_steps: PositiveInt = 1
 
     def __post_init__(self) -> None:
         try:
@@ -87,7 +103,8 @@ class QTSplusTrainingArguments(TrainingArguments):
         except ValueError as error:
             hint = " Or: --set training.bf16=false --set model.dtype=float32." if "bf16" in str(error) else ""
             raise ValueError(f"{error}{hint}") from error
-        types: dict = {name: (kind, ...) for name, kind in QTSplusTrainingArguments.__annotations__.items()}
+        kinds = QTSplusTrainingArguments.__annotations__ | _RANGES
+        types: dict = {name: (kind, ...) for name, kind in kinds.items()}
         ours = {name: getattr(self, name) for name in types}
         build("", create_model("Fields", __config__=STRICT, **types), ours)
         if self.max_steps == 0:
