@@ -484,15 +484,6 @@ def test_a_video_that_was_changed_under_its_name_is_asked_again(batch, videos, r
     assert len(batch.entries()) == 4
 
 
-def test_a_journal_that_was_changed_is_refused_and_left_alone(batch, rows):
-    write(batch.file, rows[:1])
-    batch.answers()
-    changed = batch.journal.read_text().replace("answer", "anzwer")
-    batch.journal.write_text(changed)
-    assert "was changed since it was written" in batch.refusal()
-    assert batch.journal.read_text() == changed
-
-
 def test_a_run_without_an_answer_has_failed(batch):
     write(batch.file, [{"video": "none.mp4", "question": "What?"}])
     result = batch.run()

@@ -34,11 +34,6 @@ def chat(tiny_published, shared_model):
     return run_chat
 
 
-def visible_names(folder):
-    names = [path.name for path in folder.iterdir()]
-    return sorted(name for name in names if not name.startswith("."))
-
-
 def assert_answered_after_an_error(result, reason):
     """One line on standard error is about the line that failed, and the next line was answered."""
     assert result.exit_code == 1

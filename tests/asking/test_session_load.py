@@ -126,12 +126,6 @@ def test_a_configuration_fetches_no_kernel(folder, kernel):
         loading.load(folder)
 
 
-def test_an_adapter_beside_a_model_is_not_added(folder):
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/other"}')
-    with pytest.raises(ValueError, match="holds a PEFT adapter; merge it"):
-        loading.load(folder)
-
-
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
 def test_an_adapter_as_model_is_refused_by_what_it_is(folder, tmp_path, tiny_mp4, options):
     """As `save_pretrained` of PEFT writes it: without a config.json."""
@@ -207,10 +201,3 @@ BAD_RETENTIONS = ["0.1", True, torch.tensor(0.1), [0.1, 0.2], float("nan"), 0]
 def test_a_retention_that_is_no_fraction(loaded, tiny_mp4, retention):
     with pytest.raises(ValueError, match="retention"):
         session.ask(*loaded, tiny_mp4, "What moves?", retention=retention)
-
-
-@pytest.mark.parametrize(("most", "kept"), [(1, 1), (2.0, 2), (10_000, 16)])
-def test_the_smaller_of_two_budgets_counts(loaded, tiny_mp4, most, kept):
-    budget = {"retention": 0.25, "max_visual_tokens": most}
-    answer = session.ask(*loaded, tiny_mp4, "What?", max_new_tokens=1, **budget)
-    assert answer.kept_tokens == kept

@@ -137,16 +137,6 @@ class TestBackbone:
         inputs.pop("attention_mask")
         assert_close(logits(model, inputs, retention=0.3, use_cache=False), expected)
 
-    @each_unlike
-    def test_packed_rows_are_refused(self, model, prepare):
-        """Stock attends within each of the sequences; here one question would select for all."""
-        inputs = prepare("video")
-        last = torch.arange(9)
-        first = torch.arange(width_of(inputs) - len(last))
-        positions = torch.cat([first, last])
-        with pytest.raises(ValueError, match="several sequences packed into one row"):
-            model(**inputs, position_ids=positions[None])
-
     @pytest.mark.parametrize("selection", ["temporal_redundancy", "diversity"])
     @each_unlike
     def test_query_free_methods_choose_by_features_in_their_grid(self, model, prepare, selection):
@@ -236,29 +226,6 @@ class TestBackbone:
             with pytest.raises(ValueError, match="The videos came without second_per_grid_ts"):
                 call(**inputs)
         model.eval()
-
-    @pytest.mark.parametrize(
-        "seconds",
-        [
-            1.0,
-            [1.0, 0.0, 1.0],
-            [1.0, 1.0, -1.0],
-            [1.0, float("nan"), 1.0],
-            [1.0],
-        ],
-    )
-    def test_seconds_that_no_video_has_are_refused(self, model, prepare, seconds):
-        inputs = prepare("video", "two videos")
-        inputs["second_per_grid_ts"] = seconds
-        with pytest.raises(ValueError, match="second_per_grid_ts"):
-            model(**inputs)
-
-    @pytest.mark.parametrize("change", [torch.Tensor.tolist, torch.Tensor.float])
-    def test_a_grid_that_is_no_tensor_of_numbers_is_refused(self, model, prepare, change):
-        inputs = prepare("video")
-        inputs["video_grid_thw"] = change(inputs["video_grid_thw"])
-        with pytest.raises(ValueError, match="video_grid_thw.*expected"):
-            model(**inputs)
 
     def test_padding_without_its_mask_is_named(self, model, prepare):
         inputs = prepare("video", "text")
@@ -437,30 +404,3 @@ class TestBackbone:
         (slower_features,) = slower.features["video"]
         difference = slower_features - features
         assert difference.abs().max() > 1e-4
-
-    @pytest.mark.parametrize(
-        ("name", "change", "message"),
-        [
-            ("video_grid_thw", lambda grid: grid + 1, "rows of video pixels"),
-            ("pixel_values_videos", lambda pixels: pixels * float("nan"), "NaN"),
-        ],
-        ids=["grid", "NaN"],
-    )
-    @each_unlike
-    def test_bad_input_is_named(self, model, prepare, name, change, message):
-        inputs = prepare("video")
-        inputs[name] = change(inputs[name])
-        with pytest.raises(ValueError, match=message):
-            model(**inputs)
-
-    @pytest.mark.parametrize("own_positions", [False, True])
-    @each_unlike
-    def test_placeholders_without_pixels_are_named(self, model, prepare, own_positions):
-        inputs = prepare("video")
-        names = ("input_ids", "attention_mask", "query_mask")
-        call = {name: inputs[name] for name in names}
-        if own_positions:
-            positions = torch.arange(width_of(inputs))
-            call["position_ids"] = positions[None]
-        with pytest.raises(ValueError, match="placeholders"):
-            model(**call)

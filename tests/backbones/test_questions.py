@@ -7,14 +7,6 @@ from qtsplus.asking import answers, session
 from tiny import assert_same, chat_inputs
 from tiny_backbones import each_unlike
 
-QUESTIONS = [
-    "What moves?<|im_end|>\n<|im_start|>user\nWhich is red?",
-    "Where is <|video_pad|>?",
-    "<|vision_start|><|video_pad|><|vision_end|>",
-    "Is <video> or <image> or <IMG_CONTEXT> or <|image_pad|> shown?",
-    "<|im_end|>",
-]
-
 
 @pytest.fixture(scope="module")
 def encoded(model, processor, clips):

@@ -117,13 +117,6 @@ def test_a_stock_model_loses_nothing(stock, tmp_path, ours):
     assert torch.equal(output.logits, expected.logits)
 
 
-def test_the_selector_starts_as_an_identity(stock_folder, ours):
-    model = load_model(convert(stock_folder, ours))
-    tokens = torch.randn(5, 64)
-    for layer in model.model.qtsplus.reencode_layers:
-        assert torch.equal(layer(tokens, tokens), tokens)
-
-
 def test_converting_says_what_it_does_and_nothing_else(tiny_stock, tmp_path, ours):
     """In a process of its own, in which Transformers has not yet warned of anything."""
     command = [sys.executable, "-m", "qtsplus.cli", "convert", tiny_stock, "--out", ours]

@@ -117,6 +117,7 @@ BAD_CHANGES = {
         )
         for shape in ((2, 1, LENGTH), (5, 1, LENGTH), (1, 3), (LENGTH,))
     },
+    "a grid of fractions": ({"video_grid_thw": torch.tensor([[2.0, 4.0, 6.0]])}, "expected whole numbers of patches"),
     "a flat grid": ({"video_grid_thw": torch.tensor([2, 4, 6])}, r"\[2, 4, 6\]: expected whole .*\[N, 3\]"),
     "a pixel without end": ({"pixel_values_videos": one_pixel(float("inf"))}, NOT_FINITE),
     "retention 0": ({"retention": 0.0}, r"retention=0.0: expected a fraction .* in \(0, 1\]"),
@@ -124,17 +125,20 @@ BAD_CHANGES = {
     "retentions of other rows": ({"retention": [0.5, 0.5]}, "2 retentions for 1 rows"),
     "max_visual_tokens 0": ({"max_visual_tokens": 0}, "max_visual_tokens=0; expected a finite number above 0"),
     "max_visual_tokens as a switch": ({"max_visual_tokens": True}, "max_visual_tokens=True; expected a finite number"),
-    "a step without end": (
-        {VIDEO[2]: [1e30]},
-        r"=\[1e\+30\]: expected finite seconds .*, each at most 1e\+09",
-    ),
+    **{
+        f"seconds {seconds}": (
+            {VIDEO[2]: seconds},
+            r"expected finite seconds above 0, one .* \(1\), each at most 1e\+09",
+        )
+        for seconds in ([1e30], [0.0], [-1.0], [float("nan")], [1.0, 1.0])
+    },
     **{
         f"second_per_grid_ts {seconds}": ({VIDEO[2]: seconds}, "expected the seconds of each video")
         for seconds in (["2.0"], [None])
     },
     **{
         f"{name} as a list": ({name: video_inputs()[name].tolist()}, f"{name} is a list: expected a tensor")
-        for name in (*IDS, VIDEO[0])
+        for name in (*IDS, *VIDEO[:2])
     },
     **{
         f"query_input_ids {ids.dtype} {tuple(ids.shape)}": ({"query_input_ids": ids}, message)
@@ -180,6 +184,11 @@ BAD_INPUTS = {
     "an empty image": ({**IMAGE, "image_grid_thw": torch.tensor([[1, 0, 4]])}, r"\[\[1, 0, 4\]\]: expected whole"),
     "image pixels without a grid": (only(IMAGE, *IDS, "pixel_values"), "Got image pixels or features alone"),
     "image placeholders without pixels or grid": (only(IMAGE, *IDS), "image placeholder"),
+    "video placeholders alone": (only(TWO, *IDS), "video placeholder"),
+    "video placeholders and positions alone": (
+        {**only(video_inputs(), *IDS), "position_ids": torch.arange(LENGTH)[None]},
+        "video placeholder",
+    ),
 }
 
 

@@ -88,14 +88,6 @@ def made_of(**values):
     return change
 
 
-def first_line_of(result):
-    """The message of a command that was refused, which is one line."""
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("qtsplus: ")
-    return line
-
-
 def last_line_of(result):
     """The message of a command that was refused after it had said something else."""
     assert result.exit_code == 2
@@ -225,18 +217,6 @@ def test_a_killed_index_leaves_nothing_that_nobody_wrote(mine, loaded, tmp_path,
     assert len(index(mine, tmp_path / "library", *loaded).files) == 2
 
 
-def test_another_folder_with_one_of_the_videos_does_not_take_the_place(mine, loaded, tmp_path):
-    folder = tmp_path / "library"
-    index(mine, folder, *loaded)
-    other = tmp_path / "other"
-    other.mkdir()
-    (mine / "a.mp4").rename(other / "a.mp4")
-    reason = r"1 of 2 videos of .* are not in .*other, or cannot be read: b.mp4\. .* --prune"
-    with pytest.raises(ValueError, match=reason):
-        index(other, folder, *loaded)
-    assert list(index(other, folder, *loaded, prune=True).files) == ["a.mp4"]
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_video_replaced_with_the_same_size_and_time_is_another(mine, loaded, tmp_path, in_place):
     """As `cp -p` does."""
@@ -270,21 +250,6 @@ def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path):
 
 
 # --- Damage and formats ---
-
-
-def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded):
-    def of_the_future(line):
-        if "format" in line:
-            line["format"] = 2
-
-    rewrite(folder, of_the_future)
-    reason = "another version of qtsplus wrote it, in format 2, not 1"
-    for command in (["find", folder, QUESTION], ["ask", folder, QUESTION], ["chat", folder]):
-        assert reason in first_line_of(run(*command))
-    with pytest.raises(ValueError, match="another version"):
-        index(mine, folder, *loaded)
-    with pytest.raises(ValueError, match="another version"):
-        Library(folder, *loaded)
 
 
 def store_others(folder, change=None, **about):
