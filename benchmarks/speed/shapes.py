@@ -277,6 +277,11 @@ def stock_config(config: Any) -> Any:
     return kind(**{name: value for name, value in config.to_dict().items() if name in known})
 
 
+def stock_processor(kind: type) -> Any:
+    """The class of Transformers that one of our classes of processors derives from."""
+    return next(parent for parent in kind.__mro__ if parent.__module__.startswith("transformers."))
+
+
 def write_stock(source: Path, out: Path) -> Path:
     """The model and the processor of one of our folders as Transformers' own, in `out`."""
     config, processor = load_config(source), load_processor(source)
@@ -284,7 +289,7 @@ def write_stock(source: Path, out: Path) -> Path:
     stock = backbone.stock_model.from_pretrained(source, config=stock_config(config), dtype="auto")
     stock.save_pretrained(out, save_original_format=False)
     parts = {name: getattr(processor, name) for name in (*processor.get_attributes(), "chat_template")}
-    backbone.processor.stock_class(**parts).save_pretrained(out)
+    stock_processor(backbone.processor)(**parts).save_pretrained(out)
     return out
 
 
@@ -379,7 +384,7 @@ def make_stock_processor(shape: Shape) -> Any:
     """The processor of Transformers with the same settings."""
     with tempfile.TemporaryDirectory() as folder:
         make_processor(shape).save_pretrained(folder)
-        return shape.backbone.processor.stock_class.from_pretrained(folder)
+        return stock_processor(shape.backbone.processor).from_pretrained(folder)
 
 
 def _read(variant: str, name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
-from .fields_qtsplus import Ids, QTSplusConfig, QTSplusConfigMixin, Tags, with_selector
+from .fields_qtsplus import Ids, QTSplusConfig, QTSplusConfigMixin, Tags
 
 # Patches that are read and encoded together without gradients. They fill a GPU and take a few hundred MB in bfloat16.
 PATCHES_PER_CHUNK = 16384
@@ -15,14 +15,12 @@ class Qwen2_5_VLQTSplusConfig(QTSplusConfigMixin, Qwen2_5_VLConfig):
     """Configuration of [`Qwen2_5_VLQTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`]."""
 
     model_type = "qwen2_5_vl_qtsplus"
-    sub_configs, sub_configs_defaults = with_selector(Qwen2_5_VLConfig)
 
 
 class Qwen2VLQTSplusConfig(QTSplusConfigMixin, Qwen2VLConfig):
     """Configuration of [`Qwen2VLQTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`]."""
 
     model_type = "qwen2_vl_qtsplus"
-    sub_configs, sub_configs_defaults = with_selector(Qwen2VLConfig)
 
 
 class Qwen3VLQTSplusConfig(QTSplusConfigMixin, Qwen3VLConfig):
@@ -32,7 +30,6 @@ class Qwen3VLQTSplusConfig(QTSplusConfigMixin, Qwen3VLConfig):
     """
 
     model_type = "qwen3_vl_qtsplus"
-    sub_configs, sub_configs_defaults = with_selector(Qwen3VLConfig)
 
     tool_response_token_ids: Tags = ((151665,), (151666,))
     frame_text_token_ids: Ids = (27,)
@@ -42,7 +39,6 @@ class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
     """Configuration of [`Qwen3_5QTSplusForConditionalGeneration`]; see [`Qwen3VLQTSplusConfig`]."""
 
     model_type = "qwen3_5_qtsplus"
-    sub_configs, sub_configs_defaults = with_selector(Qwen3_5Config)
 
     user_turn_token_ids: Ids = (248045, 846)
     turn_end_token_id: int = 248046

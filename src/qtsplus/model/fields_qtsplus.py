@@ -183,20 +183,6 @@ class QTSplusConfig(PreTrainedConfig):
         return self.null_token and self.reduction != "max" and (self.seen_area or 0) >= SEEN_AREA
 
 
-def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
-    """
-    The `sub_configs` and the `sub_configs_defaults` of `config_class`, each with `qtsplus_config` added. Transformers
-    below 5.20 reads the former, later versions the latter.
-    """
-    classes = config_class.sub_configs | {"qtsplus_config": QTSplusConfig}
-    specifications = getattr(config_class, "sub_configs_defaults", {})
-    if specifications:
-        stock = next(iter(specifications.values()))
-        specification = type(stock)(config_class=QTSplusConfig)
-        specifications = specifications | {"qtsplus_config": specification}
-    return classes, specifications
-
-
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
 class QTSplusConfigMixin:
     """
@@ -213,6 +199,19 @@ class QTSplusConfigMixin:
     # The ids that begin and end a tool's response in a turn of the user: `<tool_response` and `</tool_response>`. The
     # first has no `>`, because the tokenizer joins it with the line break that follows.
     tool_response_token_ids: Tags = ((27, 14172, 9655), (522, 14172, 9655, 29))
+
+    def __init_subclass__(cls, **options):
+        """
+        Adds `qtsplus_config` to the nested configurations of the stock class. Transformers below 5.20 reads
+        `sub_configs`, later versions `sub_configs_defaults`.
+        """
+        cls.sub_configs = cls.sub_configs | {"qtsplus_config": QTSplusConfig}  # type: ignore[attr-defined]
+        specifications = getattr(cls, "sub_configs_defaults", {})
+        if specifications:
+            stock = next(iter(specifications.values()))
+            specification = type(stock)(config_class=QTSplusConfig)
+            cls.sub_configs_defaults = specifications | {"qtsplus_config": specification}  # type: ignore[attr-defined]
+        super().__init_subclass__(**options)
 
     def to_dict(self):
         """The stock dict, with the version of this code."""

@@ -24,7 +24,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from .fields_qtsplus import Ids, QTSplusConfigMixin, with_selector
+from .fields_qtsplus import Ids, QTSplusConfigMixin
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
 from .processor_mixin_qtsplus import QTSplusProcessorMixin
@@ -119,7 +119,6 @@ class InternVLQTSplusConfig(QTSplusConfigMixin, InternVLConfig):
     """Configuration of [`InternVLQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`]."""
 
     model_type = "internvl_qtsplus"
-    sub_configs, sub_configs_defaults = with_selector(InternVLConfig)
 
     video_token_id: int = 151656  # a video's placeholder, which no text has; by default Qwen2.5's `<|video_pad|>`
     special_token_ids: Ids = tuple(range(151643, 151674))
@@ -207,7 +206,6 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
     `video_placeholder_id` is `config.video_token_id`, or what the tokenizer has for it.
     """
 
-    stock_class = InternVLProcessor
     frame_text = "Frame1: "
 
     def __init__(
@@ -249,7 +247,6 @@ class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):
     """Configuration of [`LlavaOnevisionQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`]."""
 
     model_type = "llava_onevision_qtsplus"
-    sub_configs, sub_configs_defaults = with_selector(LlavaOnevisionConfig)
 
     # What a newline ends: the "video" in LLaVA-OneVision, every "row" in LLaVA-Video (mm_newline_position="grid").
     video_newline: str = "video"
@@ -315,8 +312,6 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
     [`LlavaOnevisionProcessor`] that also says which tokens are the question, and reads videos with their true times;
     `video_newline` is the configuration's.
     """
-
-    stock_class = LlavaOnevisionProcessor
 
     def __init__(
         self,

@@ -8,19 +8,14 @@ from .processor_mixin_qtsplus import QTSplusProcessorMixin
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):
     r"""[`Qwen2_5_VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
-    stock_class = Qwen2_5_VLProcessor
-
 
 class Qwen2VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2VLProcessor):
     r"""[`Qwen2VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
-
-    stock_class = Qwen2VLProcessor
 
 
 class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
     r"""[`Qwen3VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
-    stock_class = Qwen3VLProcessor
     frame_text = "<0.5 seconds>"
 
     def _calculate_timestamps(self, indices, *times):
