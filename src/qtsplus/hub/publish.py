@@ -93,13 +93,10 @@ def write_repository(
     `about`, see [`model_card`]; or it is given as a whole.
     """
     backbone = backbone_of(model.config.model_type)
-    for kind in (backbone.model, backbone.processor):
-        for path in code_of(kind.__module__):
-            shutil.copyfile(path, folder / path.name)
+    for path in code_of(backbone.model.__module__):
+        shutil.copyfile(path, folder / path.name)
     if processor is not None:
-        processor.save_pretrained(folder)
-        target = f"{backbone.processor.__module__.rpartition('.')[2]}.{backbone.processor.__name__}"
-        update_json(folder / "processor_config.json", auto_map={"AutoProcessor": target})
+        processor.save_pretrained(folder)  # with its code
         # How it was loaded here is nobody's business there.
         update_json(folder / "tokenizer_config.json", drop=("is_local", "local_files_only"))
     if card is None:
