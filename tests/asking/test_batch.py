@@ -256,7 +256,7 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
         ),
         (
             "video,question\nclip0.mp4,What?\n".encode("utf-16"),
-            "looks like UTF-16",
+            "cannot be read as CSV in UTF-8: 'utf-8' codec can't decode",
         ),
         (
             b"id,video,question\na,clip0.mp4,What?\nb,clip0.mp4,Who?\na,clip1.mp4,What?\n",

@@ -437,7 +437,7 @@ WIDE = np.zeros((56, 28, 3))
         (np.full((4, 56, 56, 3), -300, np.int16), "numbers from -300 to -300; expected 0 to 255"),
         ([], r"empty video \(0 frames\)"),
         ([[]], r"empty video \(0 frames\)"),
-        (EMPTY, r"empty video \(0 frames\)"),
+        (EMPTY, r"frames of shape \(0, 56, 56, 3\); expected some pixels"),
         ([{"clip.mp4"}], "type set"),
         (np.zeros((4, 56, 56, 3), np.uint16), "type uint16; expected pixels from 0 to 255, such as uint8: scale and"),
         (torch.zeros(4, 3, 56, 56, dtype=torch.uint16), "type uint16; expected pixels"),

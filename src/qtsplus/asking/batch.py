@@ -126,8 +126,6 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
 def _read_csv(path: Path) -> list[Row]:
     """The rows of a table whose first line names its columns; empty cells and empty rows are left out."""
     content = path.read_bytes()
-    if b"\0" in content[:4]:
-        raise ValueError(f"{path} looks like UTF-16, as some spreadsheets write; expected CSV in UTF-8.")
     try:
         reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
         table = list(reader)

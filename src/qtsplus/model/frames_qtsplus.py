@@ -106,8 +106,6 @@ def check_frames(frames, rescaled: bool):
 def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> VideoMetadata:
     """The metadata of frames that were sampled already, from what the caller says about them."""
     count = len(frames)
-    if not count:
-        raise ValueError("Got an empty video (0 frames); expected at least one frame.")
     if metadata is None and fps is None:
         raise ValueError(
             f"Got frames ({count}) without their times. Pass the rate at which they were sampled as `fps=...`"

@@ -110,8 +110,8 @@ def _take_frames(
     given: dict,
 ) -> tuple[np.ndarray, VideoMetadata]:
     """The frames that a caller gives and their metadata; sampled if they have some and the call asks for that."""
-    described = describe_frames(request.video, metadata, request.fps)
     frames = check_frames(request.video, given.get("do_rescale", processor.video_processor.do_rescale))
+    described = describe_frames(frames, metadata, request.fps)
     samples = given.get("do_sample_frames")
     if samples is None:
         samples = given.get("fps") or given.get("num_frames")

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import rotate_half
 
 States = Tensor | Sequence[Tensor]  # of tokens, [k, d] or [k, d] in parts
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, see `rotary_tables`
@@ -142,9 +143,7 @@ def rotate(states: Tensor, rotary: Rotary) -> Tensor:
     """Rotates `[heads, n, head_dim]` by the tables of [`rotary_tables`]."""
     cos, sin = rotary
     precise = states.float()
-    first, second = precise.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    rotated = precise * cos + turned * sin
+    rotated = precise * cos + rotate_half(precise) * sin
     return rotated.to(states.dtype)
 
 
