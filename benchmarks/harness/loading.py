@@ -63,5 +63,5 @@ def load_evaluated(
         raise ValueError(f"{pretrained!r} has no selector: say how it is to choose, such as selection=uniform.")
     if revision is not None:
         raise ValueError(f"{pretrained!r} is a stock model: download the revision, and name its folder.")
-    loaded = load_either(pretrained, device, None if dtype == "auto" else dtype)
+    loaded = load_either(pretrained, device, dtype)
     return *loaded, replace(options, selection=options.selection or "all")

@@ -152,9 +152,6 @@ def read_json(path: Path) -> Document:
     return content
 
 
-def update_json(path: Path, drop: tuple[str, ...] = (), **values: object) -> None:
-    """Sets and removes keys of a JSON file."""
-    content = read_json(path) | values
-    for name in drop:
-        content.pop(name, None)
-    write_json(path, content)
+def update_json(path: Path, **values: object) -> None:
+    """Sets keys of a JSON file."""
+    write_json(path, read_json(path) | values)

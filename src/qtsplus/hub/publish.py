@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.utils import validate_repo_id
 
-from ..common.folders import check_own, update_json, whole_folder
+from ..common.folders import check_own, whole_folder
 from ..model.generation_qtsplus import auto_map, code_of
 from .backbones import backbone_of
 from .card import card_data, model_card
@@ -97,8 +97,6 @@ def write_repository(
         shutil.copyfile(path, folder / path.name)
     if processor is not None:
         processor.save_pretrained(folder)  # with its code
-        # How it was loaded here is nobody's business there.
-        update_json(folder / "tokenizer_config.json", drop=("is_local", "local_files_only"))
     if card is None:
         card = model_card(model, repository, about)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -60,23 +60,22 @@ def make_model(
     config = make_config(variant, weights, selector)
     if weights is not None:
         require_weights(weights, config.model_type)
-    # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
-    loading = {"dtype": getattr(torch, dtype)}
     backbone = backbone_of(config.model_type)
     if weights is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = backbone.model._from_config(config, **loading)
+            # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
+            model = backbone.model._from_config(config, dtype=dtype)
         model.generation_config = load_generation_config(hub_configs() / str(variant)) or model.generation_config
         return model
     if model_type(weights).endswith(OURS):
-        return backbone.model.from_pretrained(weights, config=config, **loading)
+        return backbone.model.from_pretrained(weights, config=config, dtype=dtype)
     # The weights are a stock model's: a fresh selector is added.
-    base = backbone.stock_model.from_pretrained(weights, **loading)
+    base = backbone.stock_model.from_pretrained(weights, dtype=dtype)
     tensors = base.state_dict()
     tensors.update(fresh_selector(config, base.dtype, seed))
     with no_init_weights():
-        model = backbone.model._from_config(config, **loading)
+        model = backbone.model._from_config(config, dtype=base.dtype)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
         raise ValueError(f"{weights} does not fit the configuration: {(missing + unexpected)[0]} is not in both.")
@@ -88,20 +87,17 @@ def make_model(
 def load_either(
     weights: str,
     device: str | None = None,
-    dtype: str | None = None,
+    dtype: str = "auto",
     selector: Mapping | None = None,
 ) -> tuple[Any, Any]:
     """
-    A stock model or a QTSplus model, in a folder or on the Hub, with its processor; without a `dtype` in that of the
-    checkpoint. A `ValueError` for no such model, or one of an unknown backbone. `selector` has fields of
+    A stock model or a QTSplus model, in a folder or on the Hub, with its processor; with the `dtype` "auto" in that of
+    the checkpoint. A `ValueError` for no such model, or one of an unknown backbone. `selector` has fields of
     `qtsplus_config` to change; a stock model without them gets no re-encoder.
     """
     where = find_device(device)
     if selector is None and not model_type(weights).endswith(OURS):
         selector = {"reencode_layers": 0}
-    if dtype is None:
-        stored = stored_config(weights)
-        dtype = stored.get("dtype") or stored.get("torch_dtype") or "float32"
     model = make_model(None, weights, selector, dtype).to(where).eval()
     processor = make_processor(None, weights, model.config)
     adopt_tokenizer(model.config, processor)
