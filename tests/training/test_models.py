@@ -10,6 +10,7 @@ from tiny_recipe import write_recipe
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qtsplus.training.models import load_either, make_model
+from qtsplus.training.plan import make_plan
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
 from tiny import batch, prompt, run, stock_twin, tiny_model, token_types
@@ -99,7 +100,7 @@ def test_a_base_whose_template_writes_no_question_is_refused(tiny_stock, tmp_pat
     content = json.loads(path.read_text())
     content["chat_template"] = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     path.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match="template of this tokenizer writes no question that begins with '<.im_start.>"
-    ):
-        load_either(str(folder))
+    (recipe,) = load_stages(write_recipe(tmp_path, [], model={"variant": None, "weights": str(folder)}))
+    for use in (partial(load_either, str(folder)), partial(make_plan, recipe)):
+        with pytest.raises(ValueError, match="this tokenizer writes no question that begins with '<.im_start.>"):
+            use()

@@ -1,5 +1,6 @@
 """What a run will train and take, before any weight is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +11,16 @@ from transformers import AutoVideoProcessor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..common.files import size
+from ..common.folders import reading
 from ..common.validation import STRICT, build
 from ..hub.checkpoint import on_meta
 from ..hub.files import require_variant
+from ..hub.loading import adopt_tokenizer
 from ..model.budget_qtsplus import kept_count
 from ..model.sampling_qtsplus import VIDEO_KEYS, read_keys
 from .attention import check_relevance
 from .freezing import prepare_parts, trained_and_all, vision_modules
-from .models import make_config
+from .models import make_config, make_processor
 from .recipe import Recipe
 
 CLIP = 10_000  # visual tokens of the clip for which a step's memory is stated
@@ -42,7 +45,8 @@ def make_plan(recipe: Recipe) -> Plan:
     args = recipe.model
     training = recipe.training
     config = make_config(args.variant, args.weights, args.selector)
-    if Path(str(args.weights)).is_dir():
+    is_folder = Path(str(args.weights)).is_dir()
+    if is_folder:
         stored = make_config(None, args.weights).text_config.hidden_size
         expected = config.text_config.hidden_size
         if stored != expected:
@@ -50,7 +54,13 @@ def make_plan(recipe: Recipe) -> Plan:
                 f"{args.weights} has a hidden size of {stored}, but the variant {args.variant} one of {expected}: add "
                 "--set model.variant=null, so that the configuration is that of the weights."
             )
-    _check_processor_kwargs(recipe)
+    if is_folder or args.variant is None:
+        processor = make_processor(None, args.weights, config)
+        adopt_tokenizer(config, processor)  # raises where its tokenizer finds no question
+        video_processor = processor.video_processor
+    else:
+        video_processor = AutoVideoProcessor.from_pretrained(require_variant(args.variant), trust_remote_code=False)
+    _check_processor_kwargs(video_processor, recipe.data.processor_kwargs)
     with torch.device("meta"):
         model = on_meta(config)
         check_relevance(model, training)
@@ -70,16 +80,22 @@ def make_plan(recipe: Recipe) -> Plan:
     return Plan(disk, lines)
 
 
-def _check_processor_kwargs(recipe: Recipe) -> None:
-    """Raises `ValueError` for what no call of the processor would read, and for values that no video can have."""
-    args = recipe.model
-    source = args.weights if args.variant is None else require_variant(args.variant)
-    video_processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
-    known = ["min_frames", "max_frames", "videos_kwargs", "text_kwargs", *video_processor.valid_kwargs.__annotations__]
+def _check_processor_kwargs(video_processor, settings: Mapping) -> None:
+    """
+    Raises `ValueError` for what no call of the processor would read, for values that no video can have, and for what
+    the video processor refuses, which is given a video without values.
+    """
+    known = ["min_frames", "max_frames", *video_processor.valid_kwargs.__annotations__]
     types: dict = dict.fromkeys(known, (object, None))
-    settings = recipe.data.processor_kwargs
     build("data.processor_kwargs.", create_model("Settings", __config__=STRICT, **types), settings)
     read_keys({name: settings.get(name) for name in VIDEO_KEYS})
+    if settings.keys() >= {"fps", "num_frames"}:
+        raise ValueError("data.processor_kwargs has both fps and num_frames; expected one of them.")
+    options = {name: value for name, value in settings.items() if name not in VIDEO_KEYS}
+    options |= {"do_sample_frames": False, "device": "meta"}
+    blank = torch.empty(2, 3, 56, 56, dtype=torch.uint8, device="meta")
+    with reading("data.processor_kwargs"):
+        video_processor(videos=[blank], **options)
 
 
 def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:
