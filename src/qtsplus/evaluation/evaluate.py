@@ -23,15 +23,6 @@ SENTENCE = 64  # the most new tokens, at least, where an answer may be a sentenc
 
 
 @dataclass(frozen=True)
-class _Group:
-    """What the records that are asked together have in common."""
-
-    video: str
-    fps: float | None
-    letters: str  # those of the options, if the answer is the most likely letter; else empty
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A record's question, the model's answer, and whether it is right."""
 
@@ -72,21 +63,21 @@ def evaluate_records(
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
     choice = Choice(retention=retention, selection=selection)
-    groups: dict[_Group, list[VideoRecord]] = {}
+    groups: dict[tuple, list[VideoRecord]] = {}  # by what the records that are asked together have in common
     for record in dict.fromkeys(records):
         letters = ascii_uppercase[: len(record.options or ())] if by_likelihood else ""
-        groups.setdefault(_Group(str(record.video), record.fps, letters), []).append(record)
+        groups.setdefault((str(record.video), record.fps, letters), []).append(record)
     outcomes = {}
-    for group, asked in with_bar(groups.items(), "Asking"):
+    for (video, fps, letters), asked in with_bar(groups.items(), "Asking"):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-        if group.letters:
-            allowed = [processor.text_ids(letter)[0] for letter in group.letters]
+        if letters:
+            allowed = [processor.text_ids(letter)[0] for letter in letters]
             options = {"max_new_tokens": 1, "prefix_allowed_tokens_fn": lambda row, written, allowed=allowed: allowed}
         results = answer_file(
             model,
             processor,
-            group.video,
-            Sampling(fps=group.fps),
+            video,
+            Sampling(fps=fps),
             [Question(record.question, record.query, record.turns, choice) for record in asked],
             batch_size=batch_size,
             do_sample=False,
