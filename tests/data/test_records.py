@@ -17,6 +17,7 @@ CHOICE = {
     "options": {"A": "a cup", "B": "a rope", "C": "a hat", "D": "a phone"},
     "answer": "B",
 }
+CLIP = {"video": None, "question": "What?", "options": ["cup", "rope"], "answer": "A"}
 
 
 def test_a_row_is_the_record_that_its_keys_name():
@@ -49,7 +50,7 @@ def test_a_choice_is_asked_with_its_options_and_selects_by_its_question():
     [
         ({"options": {"A": "1", "B": "2", "C": "3"}}, "options has A, B, C; expected A, B, C and D"),
         ({"options": {**CHOICE["options"], "E": "5"}}, "options.E is 'E'; expected 'A', 'B', 'C' or 'D'"),
-        ({"options": {**CHOICE["options"], "D": " A  Rope"}}, "options holds the same text twice"),
+        ({"options": {**CHOICE["options"], "D": " A  Rope"}}, "expected 2 to 26 different texts"),
         ({"options": ["1", "2", "3", "4"]}, "options is .*; expected a mapping"),
         ({"answer": "E"}, "answer is 'E'; expected 'A', 'B', 'C' or 'D'"),
         ({"question": " "}, "question is empty; expected some text"),
@@ -72,6 +73,12 @@ def test_what_a_choice_refuses_is_named_with_what_is_expected(change, message):
     [
         ([1], "expected a JSON object, got a list"),
         ({"question": "What?"}, "video is missing; answer is missing"),
+        (CLIP | {"answer": "hat"}, "answer is 'hat'; expected the letter or the text of one of the options"),
+        (CLIP | {"answer": "C"}, "answer is 'C'; expected the letter or the text"),
+        (CLIP | {"options": ["cup", " Cup. "]}, "options is .*; expected 2 to 26 different texts"),
+        (CLIP | {"options": ["cup"]}, "options is .*; expected 2 to 26 different texts"),
+        (CLIP | {"options": [*map(str, range(27))]}, "options is .*; expected 2 to 26 different texts"),
+        (CLIP | {"options": ["cup", ""]}, "options.1 is empty; expected some text"),
         ({"vision_id": "v", "question": "What?"}, "answer is missing"),
     ],
 )

@@ -1,8 +1,10 @@
 """The records of a set: captions, single-choice items, free answers, and the questions that a model is trained on."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import (
@@ -16,7 +18,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from ..common.validation import check_inside, validated
+from ..common.validation import check_inside, show, validated
 
 if TYPE_CHECKING:
     from ..model.video_qtsplus import AboutVideo
@@ -81,9 +83,7 @@ class Choice(VisionRecord):
     def _check_options(self) -> "Choice":
         if len(self.options) != len(LETTERS):
             raise ValueError(f"options has {', '.join(self.options) or 'none'}; expected A, B, C and D")
-        texts = {" ".join(option.casefold().split()) for option in self.options.values()}
-        if len(texts) < len(LETTERS):
-            raise ValueError("options holds the same text twice; expected four different ones")
+        right_letter(self.answer, self.texts())
         return self
 
     def prompt(self) -> str:
@@ -121,11 +121,15 @@ class VideoRecord:
     query: Text | None = None  # the text to select by, such as the question without its options
     kind: String = ""  # free label of the question's kind
     source: Literal["mcq", "vqa", "caption"] = "vqa"  # whose loss it counts to
-    options: tuple[String, ...] | None = None  # for evaluation
+    options: tuple[Text, ...] | None = None  # for evaluation; `answer` is the text or the letter of one of them
     # Turns of the conversation before this one, supervised too: many questions about a video cost one pass over it.
     earlier: tuple[tuple[String, String], ...] = ()
     fps: Positive | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
     id: RowId | None = None
+
+    def __post_init__(self) -> None:
+        if self.options:
+            right_letter(self.answer, self.options)
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -136,6 +140,34 @@ class VideoRecord:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""
         stated = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
         return {"video": None, "answer": ""} | stated
+
+
+def options_by_letter(options: Sequence[str]) -> dict[str, str]:
+    """The options as they are compared, by lower-case letter; a `ValueError` where two are equal or letters run out."""
+    texts = {letter: _option_text(letter, option) for letter, option in zip(ascii_lowercase, options, strict=False)}
+    if not 1 < len(set(texts.values())) == len(options):
+        raise ValueError(f"options is {show(list(options))}; expected 2 to 26 different texts")
+    return texts
+
+
+def right_letter(answer: str, options: Sequence[str]) -> str:
+    """
+    The lower-case letter of the option that an answer is: by its letter, such as "B" or "(b).", or by its text. A
+    `ValueError` for an answer that is none of them.
+    """
+    by_letter = options_by_letter(options)
+    alone = re.sub(r"^\W+|\W+$", "", answer).lower()
+    if alone in by_letter:
+        return alone
+    for letter, option in by_letter.items():
+        if _option_text(letter, answer) == option:
+            return letter
+    raise ValueError(f"answer is {show(answer)}; expected the letter or the text of one of the options")
+
+
+def _option_text(letter: str, option: str) -> str:
+    """An option as it is compared: "B. A  Rope." with the letter "b" is "a rope"."""
+    return re.sub(rf"^\W?{letter}[.):\]] ", "", " ".join(option.casefold().split())).rstrip(".")
 
 
 Record = Caption | Choice | FreeAnswer | VideoRecord

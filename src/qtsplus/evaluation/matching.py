@@ -3,14 +3,13 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
-from string import ascii_lowercase
+from collections.abc import Callable, Iterable, Sequence
 from unicodedata import normalize
 
 from text_to_num import alpha2digit
 
 from ..common.files import rewritten
-from ..data.records import VideoRecord
+from ..data.records import VideoRecord, options_by_letter, right_letter
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +148,7 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
     articles and most punctuation do not count.
     """
     if record.options:
-        right = _chosen(record.answer, record.options)
-        return len(right) == 1 and right == _chosen(said, record.options)
+        return _chosen(said, record.options) == {right_letter(record.answer, record.options)}
     expected = _clauses(record.answer)
     clauses = _clauses(said)
     right_side = re.fullmatch(_YES_OR_NO, expected)
@@ -183,19 +181,23 @@ def _says(clauses: str, expected: str) -> bool:
 def _chosen(said: str, options: Sequence[str]) -> set[str]:
     """
     The letters of the options that a text chooses. It chooses the letters that it names and does not rule out. If there
-    are none, it chooses the options whose texts it says.
+    are none, it chooses the options whose texts it says, but not "cat" where it says the option "cat and dog".
     """
-    by_letter = dict(zip(ascii_lowercase, options, strict=False))
-    marked = _clauses(_marked(said, options))
+    by_letter = options_by_letter(options)
+    marked = _clauses(_marked(said, by_letter.values()))
     possible = by_letter.keys() - re.findall(r"@(\w)", "\n".join(re.findall(_RULED_OUT, marked)))
     for choosing in _CHOOSING:
         chosen = possible.intersection(re.findall(_NAMED, "\n".join(re.findall(choosing, marked))))
         if chosen:
             return chosen
-    return {letter for letter, option in by_letter.items() if _says(_clauses(said), _clauses(option))}
+    clauses = _clauses(said)
+    texts = {letter: _clauses(option) for letter, option in by_letter.items()}
+    spoken = {letter: text for letter, text in texts.items() if _says(clauses, text)}
+    longest = max(spoken.values(), key=len, default="")
+    return {letter for letter, text in spoken.items() if text == longest or not _says(longest, text)}
 
 
-def _marked(said: str, options: Sequence[str]) -> str:
+def _marked(said: str, options: Iterable[str]) -> str:
     """A text with marked letters. The options' own texts are left out: the option "both A and B" names no letters."""
     plain = _plain(said)
     for option in options:
