@@ -68,6 +68,23 @@ def longer(mask, count, value):
     return torch.nn.functional.pad(mask, (0, count), value=value)
 
 
+LANGUAGE_MODEL = ("model.language_model", "lm_head")
+DTYPES = {  # of modules by their names; the keys say what is less precise than the rest
+    "language model": dict.fromkeys(LANGUAGE_MODEL, torch.bfloat16),
+    "all but the language model": {"": torch.bfloat16, **dict.fromkeys(LANGUAGE_MODEL, torch.float32)},
+    "all but the selector": {"": torch.bfloat16, "model.qtsplus": torch.float32},
+}
+
+
+def with_dtypes(model, dtypes):
+    """A copy whose modules of these names have other dtypes."""
+    mixed = deepcopy(model)
+    for name, module in mixed.named_modules():
+        if name in dtypes:
+            module.to(dtypes[name])
+    return mixed
+
+
 class TestBackbone:
     """Make this green to add a backbone: one entry in `BACKBONES` of tiny_backbones.py."""
 
@@ -87,6 +104,15 @@ class TestBackbone:
         expected = backbone.stock_inputs(all_tokens, inputs)
         is_real = inputs["attention_mask"].bool()
         close(logits(all_tokens, inputs)[is_real], logits(stock, expected)[is_real])
+
+    @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+    def test_parts_may_have_different_dtypes(self, backbone, model, all_tokens, stock, prepare, dtypes):
+        inputs = prepare("video")
+        expected = logits(with_dtypes(stock, dtypes), backbone.stock_inputs(all_tokens, inputs))
+        close(logits(with_dtypes(all_tokens, dtypes), inputs), expected, 0.1)
+        mixed = with_dtypes(model, dtypes)
+        answer = mixed.generate(**inputs, **CALL)
+        assert_same(mixed.generate(**with_features(mixed, inputs), **CALL), answer)
 
     def test_offloaded_weights_change_nothing(self, model, prepare, processor, tmp_path):
         inputs = prepare("video")
@@ -344,14 +370,6 @@ class TestBackbone:
         (question,) = inputs["query_mask"]
         assert question[columns].sum() == question.sum()
 
-    def test_with_retention_one_nothing_is_left_out(self, model, prepare):
-        inputs = prepare("two videos")
-        whole = run(model, inputs, retention=1.0)
-        assert whole.logits.shape[1] == width_of(inputs)
-        tokens = sum(map(math.prod, merged_grids(model, inputs)))
-        assert whole.qtsplus.num_tokens.tolist() == [tokens]
-        assert whole.qtsplus.n.tolist() == [tokens]
-
     def test_whoever_keeps_a_token_keeps_all_of_it(self, backbone, processor, prepare):
         model = backbone.build(processor, reencode_layers=0).model
         inputs = prepare("video")
@@ -372,6 +390,7 @@ class TestBackbone:
         inputs = prepare("video", "two videos")
         model = backbone.build(processor, position_ids="original").model
         full = compress(model, **inputs, retention=1.0)
+        assert_same(full.qtsplus.n, full.qtsplus.num_tokens)
         short = compress(model, **inputs, retention=0.3)
         full_axes = model.language_axes(full.position_ids)
         axes = model.language_axes(short.position_ids)

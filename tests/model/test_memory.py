@@ -141,27 +141,18 @@ def test_the_re_encoder_of_the_3b_model_makes_no_tensor_over_1_gb(training):
         assert "flash_attention_for_cpu" in name
 
 
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize("reduction", [None, "max", "sum"])
-def test_a_layer_in_blocks_of_tokens_is_as_at_once(rope, reduction, monkeypatch):
+def test_a_layer_in_blocks_of_tokens_is_as_at_once(monkeypatch):
     torch.manual_seed(0)
     layer = QTSplusLayer(32, 4, 2, 1e-6, 0.0)
     tokens = torch.randn(50, 32, requires_grad=True)
-    rotary = None
-    if rope:
-        rotary = rotary_tables(torch.arange(50).expand(3, -1), 8, 1e6, [2, 1, 1])
+    rotary = rotary_tables(torch.arange(50).expand(3, -1), 8, 1e6, [2, 1, 1])
     inputs = [tokens, *layer.parameters()]
 
     def outputs():
         with torch.no_grad():
-            inferred = layer(tokens, tokens, rotary, reduction=reduction)
-        trained = layer(tokens, tokens, rotary, reduction=reduction)
-        gradients = torch.autograd.grad(
-            trained.sin().sum(),
-            inputs,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+            inferred = layer(tokens, tokens, rotary)
+        trained = layer(tokens, tokens, rotary)
+        gradients = torch.autograd.grad(trained.sin().sum(), inputs)
         return inferred, trained, *gradients
 
     whole = outputs()

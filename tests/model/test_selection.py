@@ -277,7 +277,7 @@ def test_a_selection_may_be_a_function_of_a_notebook(model, inputs):
     ("read", "computes"),
     [
         ("query", set()),
-        ("log_relevance", {"QTSplusLayer"}),
+        ("log_relevance", {"QTSplusRMSNorm"}),
         ("log_attention", {"Qwen2_5_VLDecoderLayer"}),
     ],
 )
@@ -291,7 +291,8 @@ def test_what_costs_something_is_computed_when_it_is_read(model, inputs, read, c
     def note(module, _):
         computed.add(type(module).__name__)
 
-    parts = [*model.model.qtsplus.scoring_layers, model.model.language_model.layers[0]]
+    norms = [layer.q_norm for layer in model.model.qtsplus.scoring_layers]
+    parts = [*norms, model.model.language_model.layers[0]]
     hooks = [part.register_forward_pre_hook(note) for part in parts]
     compress(model.model, **inputs, selection=first, retention=0.2)
     for hook in hooks:

@@ -9,6 +9,7 @@ import torch
 from tiny_recipe import write_recipe
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from qtsplus.model.relevance_qtsplus import log_relevance
 from qtsplus.training.models import load_either, make_model
 from qtsplus.training.plan import make_plan
 from qtsplus.training.recipe import load_stages
@@ -65,7 +66,7 @@ def test_a_fresh_selector_scores_by_likeness(stock_folder):
     for place in range(8):
         query = tokens[place : place + 1]
         likeness = torch.cosine_similarity(tokens, query, dim=1)
-        scores = layer(query, tokens, reduction="mean")
+        scores = log_relevance(layer.queries(query), layer.keys(tokens), "mean")
         assert int(scores.argmax()) == place
         correlation = torch.corrcoef(torch.stack([scores, likeness]))
         assert correlation[0, 1] > 0.5

@@ -92,7 +92,7 @@ def keys_fingerprint(model) -> str:
 @torch.no_grad()
 def token_keys(layer: QTSplusLayer, features: Tensor) -> Tensor:
     """`[M, key_width]` float32 on the CPU, the keys of tokens `[M, token_width]`."""
-    tokens = features[:, : layer.k_proj.in_features].to(device_of(layer), layer.k_proj.weight.dtype)
+    tokens = features[:, : layer.k_proj.in_features].to(device_of(layer))
     keys = layer.keys(tokens).transpose(0, 1).flatten(1)
     return keys.float().cpu()
 
@@ -113,8 +113,7 @@ class StandingQuestion:
         layer = scoring_layer(model)
         ids = torch.tensor(processor.text_ids(question), device=model.device)
         states = selector.contextualise(model.get_input_embeddings()(ids))
-        projected = layer.q_proj(layer.q_norm(states)).float().cpu()
-        queries = projected.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)
+        queries = layer.queries(states).float().cpu()
         queries = queries / layer.head_dim**0.5
         self.reduction = selector.config.reduction
         if self.reduction == "sum":  # the sum of the scores is the score of the sum

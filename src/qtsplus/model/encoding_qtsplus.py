@@ -194,8 +194,7 @@ def _checked(
             )
         if not tokens.is_floating_point():
             raise ValueError(f"video_features {index} is of {tokens.dtype}: expected floating-point numbers.")
-    dtype = model.get_input_embeddings().weight.dtype
-    return [tokens.to(dtype) for tokens in video_features]
+    return [tokens.to(model.dtype) for tokens in video_features]
 
 
 def chunk_steps(counts: Sequence[int], capacity: int, costs: Sequence[int]) -> Iterator[Chunk]:

@@ -198,6 +198,7 @@ class QTSplusBackboneMixin:
     # What the Transformers class brings that this mixin is put in front of
     config: Any
     device: torch.device
+    dtype: torch.dtype
     training: bool
     get_input_embeddings: Callable[[], nn.Embedding]
 

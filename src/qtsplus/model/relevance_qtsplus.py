@@ -73,8 +73,6 @@ class QTSplusLayer(nn.Module):
         rotary: Rotary | None = None,
         *,
         lengths: Sequence[int] | None = None,
-        reduction: str | None = None,
-        keys: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -83,15 +81,8 @@ class QTSplusLayer(nn.Module):
             rotary: tables for self-attention.
             lengths: for self-attention in several samples at once: their lengths in `query`, in which they follow each
                 other. Each sample attends to itself.
-            reduction: return the `[M]` log-relevance of the attention with this reduction instead of the `[L, d]`
-                output.
-            keys: the result of [`keys`] for the context, if it is known.
         """
-        query_states = self._heads(self.q_proj(self.q_norm(query)))
-        if reduction is not None:
-            if keys is None:
-                keys = self.keys(context)
-            return log_relevance(query_states, keys, reduction=reduction)
+        query_states = self.queries(query)
         key_states, value_states = self.keys(context, with_values=True).chunk(2)
         if rotary is not None:
             query_states = rotate(query_states, rotary)
@@ -102,14 +93,23 @@ class QTSplusLayer(nn.Module):
             attention = attention_within_samples(query_states, key_states, value_states, lengths)
         attention = attention.transpose(0, 1).flatten(1)
         query = query + self.dropout(self.o_proj(attention))
-        feed_forward = in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query)
+        feed_forward = in_blocks(lambda rows: self.ffn(self.ffn_norm(rows).to(self.dtype)), query)
         return query + self.dropout(feed_forward)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the projections; what the vision tower and the language model give may have another."""
+        return self.q_proj.bias.dtype
+
+    def queries(self, query: Tensor) -> Tensor:
+        """`[heads, L, head_dim]` of `[L, d]`."""
+        return self._heads(self.q_proj(self.q_norm(query).to(self.dtype)))
 
     def keys(self, context: States, with_values: bool = False) -> Tensor:
         """`[kv_heads, M, head_dim]`, the keys of `[M, d]` in one tensor or several; behind them the values."""
 
         def project(rows):
-            normed = self.kv_norm(rows)
+            normed = self.kv_norm(rows).to(self.dtype)
             keys = self.k_proj(normed)
             return torch.cat([keys, self.v_proj(normed)], dim=-1) if with_values else keys
 

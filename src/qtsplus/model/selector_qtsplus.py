@@ -31,7 +31,7 @@ from .methods_qtsplus import (
     top_n,
     true_places,
 )
-from .relevance_qtsplus import QTSplusLayer, find_threshold, rotary_tables
+from .relevance_qtsplus import QTSplusLayer, find_threshold, log_relevance, rotary_tables
 
 SOFT_TOKENS = 3  # the soft gate lets this many times as many tokens through as inference keeps
 RHO_UNITS = 2.0**32  # stored sums of rho are integers, in units of 1 / RHO_UNITS
@@ -67,7 +67,7 @@ def score(
     if context not in keys:
         keys.clear()
         keys[context] = last.keys(context)
-    scores = last(words, context, reduction=selector.config.reduction, keys=keys[context])
+    scores = log_relevance(last.queries(words), keys[context], selector.config.reduction)
     return scores[:num_tokens]
 
 
