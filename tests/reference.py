@@ -1,12 +1,14 @@
 """The golden tensors of the reference implementation, and its parameter names in ours."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parent / "golden"
+CHECKPOINT = GOLDEN / "case1" / "e2e" / "checkpoint"
 
 
 def load(*parts: str) -> dict[str, torch.Tensor]:
@@ -15,3 +17,11 @@ def load(*parts: str) -> dict[str, torch.Tensor]:
 
 def meta(*parts: str):
     return json.loads(GOLDEN.joinpath(*parts).with_suffix(".json").read_text())
+
+
+def copy_checkpoint(folder: Path) -> Path:
+    """The golden checkpoint with its vision configuration, in a folder of its own."""
+    shutil.copytree(CHECKPOINT, folder)
+    vision_config = CHECKPOINT.with_name("vision") / "config.json"
+    shutil.copyfile(vision_config, folder / "vision_config.json")
+    return folder

@@ -142,5 +142,8 @@ def test_an_index_that_names_files_elsewhere_is_refused(command, source, name, t
         name = str(elsewhere)
     content = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)})
     (source / "model.safetensors.index.json").write_text(content)
-    message = refusal_of(command, source, tmp_path / "out")
-    assert f"index.json names {str(name)!r}; expected names of files beside it" in message
+    reason = f"index.json names {str(name)!r}; expected names of files beside it"
+    assert reason in refusal_of(command, source, tmp_path / "out")
+    if command == "publish":
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            load(source)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.common.folders import read_json
+from qtsplus.hub.backbones import backbone_of
 from qtsplus.hub.card import card_data
-from qtsplus.hub.checkpoint import on_meta
 from qtsplus.hub.files import hub_configs, variants
 from qtsplus.model.generation_qtsplus import auto_map
 from qtsplus.training.recipe import load_stages
@@ -58,29 +58,38 @@ def test_published_sizes_and_the_papers_hyperparameters(variant, hidden_size, ti
     assert (selector.tau_s, selector.rho_min, selector.rho_max, selector.n_max) == (0.5, 0.05, 0.5, 25600)
 
 
-@pytest.mark.parametrize("variant", ON_QWEN2_5_VL)
-def test_every_variant_builds_and_brings_all_that_its_repository_needs(variant):
+@pytest.mark.parametrize("variant", variants())
+def test_a_variant_brings_all_that_its_repository_needs(variant):
     folder = hub_configs() / variant
-    model = on_meta(load(variant))
-    assert model.config.auto_map == auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
-    assert read_json(folder / "processor_config.json")["auto_map"] == {
-        "AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
-    }
-    generation = GenerationConfig.from_pretrained(folder)
-    assert model.config.text_config.eos_token_id in generation.eos_token_id
-    vision = model.config.vision_config
-    for processor in (Qwen2VLImageProcessor.from_pretrained(folder), Qwen2VLVideoProcessor.from_pretrained(folder)):
+    backbone = backbone_of(read_json(folder / "config.json")["model_type"])
+    config = backbone.config.from_pretrained(folder)
+    assert config.auto_map == auto_map(backbone.model)
+    assert config.architectures == [backbone.model.__name__]
+    settings = read_json(folder / "processor_config.json")
+    name = backbone.processor.__name__
+    module = backbone.processor.__module__.rpartition(".")[2]
+    assert settings["processor_class"] == name
+    assert settings["auto_map"] == {"AutoProcessor": f"{module}.{name}"}
+    assert config.text_config.eos_token_id in GenerationConfig.from_pretrained(folder).eos_token_id
+    assert {"license", "weights", "training_data", "recipe"} <= card_data(variant).keys()
+
+
+@pytest.mark.parametrize("variant", ON_QWEN2_5_VL)
+def test_the_processors_cut_what_the_vision_tower_takes(variant):
+    vision = load(variant).vision_config
+    for kind in (Qwen2VLImageProcessor, Qwen2VLVideoProcessor):
+        processor = kind.from_pretrained(hub_configs() / variant)
         sizes = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
         assert sizes == (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
 
 
-@pytest.mark.parametrize("variant", ON_QWEN2_5_VL)
-def test_every_variant_says_what_its_card_needs_and_which_recipe_makes_it(variant):
+@pytest.mark.parametrize("variant", [name for name in variants() if name != "qtsplus-tiny"])
+def test_a_card_names_the_recipe_and_the_base(variant):
     card = card_data(variant)
-    assert {"license", "weights", "training_data", "recipe"} <= card.keys()
-    if variant != "qtsplus-tiny":
-        assert card["base_model"].startswith("Qwen/Qwen2.5-VL-") and card["base_model_relation"] == "finetune"
-        recipe, _, setting = card["recipe"].partition(" --set ")
-        settings = ["training.use_cpu=true", "training.relevance_heads=[[0, 0]]", *([setting] if setting else [])]
-        first = load_stages(RECIPES.parent / recipe, settings)[0]
-        assert first.model.variant == variant and first.model.weights == card["base_model"]
+    assert card["base_model_relation"] == "finetune"
+    recipe, *setting = card["recipe"].split(" --set ")
+    settings = ["training.use_cpu=true", "training.relevance_heads=[[0, 0]]", *setting]
+    first = load_stages(RECIPES.parent / recipe, settings)[0]
+    assert first.model.variant == variant
+    if variant in ON_QWEN2_5_VL:
+        assert first.model.weights == card["base_model"]

@@ -2,7 +2,6 @@
 
 import filecmp
 import json
-import shutil
 import subprocess
 import sys
 from copy import deepcopy
@@ -29,12 +28,11 @@ from qtsplus.hub import convert as conversion
 from qtsplus.hub.checkpoint import REFERENCE, SELECTOR, STOCK, check_weights, on_meta
 from qtsplus.hub.convert import convert, find_vision_config
 from qtsplus.hub.files import hub_configs
-from reference import GOLDEN, load, meta
+from reference import CHECKPOINT, copy_checkpoint
 from tiny import batch, prompt, published_name, stock_twin, tiny_model, token_types
 
 FIRST_SHARD = "model-00001-of-00002.safetensors"
 SECOND_SHARD = "model-00002-of-00002.safetensors"
-REFERENCE_FOLDER = GOLDEN / "case1" / "e2e" / "checkpoint"
 EVERYTHING = {"selection": "all", "reencode_layers": 0}
 BY_ATTENTION = ["--set", "selection=lm_attention"]
 
@@ -60,11 +58,7 @@ def ours(tmp_path):
 
 @pytest.fixture
 def reference_folder(tmp_path):
-    """The golden checkpoint with its vision configuration."""
-    folder = shutil.copytree(REFERENCE_FOLDER, tmp_path / "reference")
-    vision_config = GOLDEN / "case1" / "e2e" / "vision" / "config.json"
-    shutil.copyfile(vision_config, folder / "vision_config.json")
-    return folder
+    return copy_checkpoint(tmp_path / "reference")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -274,39 +268,6 @@ def test_published_layouts(variant, text_changes, vision_changes):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def reference_prompt():
-    """The reference's prompt has one placeholder per video; ours has one per visual token, as Qwen2.5-VL's does."""
-    inputs = load("case1", "e2e", "inputs")
-    facts = meta("case1", "e2e", "meta")
-    video_token = facts["video_token_id"]
-    ids = inputs["input_ids"][0].tolist()
-    place = ids.index(video_token)
-    ids[place : place + 1] = [video_token] * facts["M"]
-    full = torch.tensor([ids])
-    return {
-        "input_ids": full,
-        "attention_mask": torch.ones_like(full),
-        "pixel_values_videos": inputs["pixel_values_videos"],
-        "video_grid_thw": inputs["video_grid_thw"],
-        "query_input_ids": inputs["question_input_ids"],
-    }
-
-
-def test_a_reference_checkpoint_end_to_end(reference_folder, ours):
-    result = run(reference_folder, ours)
-    assert result.exit_code == 0, result.output
-    model = load_model(ours)
-    golden = load("case1", "e2e", "outputs")
-    inputs = reference_prompt()
-    with torch.no_grad():
-        output = model(**inputs)
-    assert output.qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
-    torch.testing.assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
-    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    new_tokens = ids[0, inputs["input_ids"].shape[1] :]
-    assert new_tokens.tolist() == golden["generated_new_tokens"].tolist()
-
-
 def test_what_a_reference_does_not_say_is_as_its_code_has_it(reference_folder, ours):
     config = read_json(reference_folder)
     silent = {"qts_plus_n_heads": 8}
@@ -477,10 +438,6 @@ def without_shard(folder):
     (folder / SECOND_SHARD).unlink()
 
 
-def without_config(folder):
-    (folder / "config.json").unlink()
-
-
 def as_adapter(folder):
     write_json({}, folder, "adapter_config.json")
 
@@ -490,7 +447,6 @@ def as_adapter(folder):
     [
         (as_bin, ["has no weights", "Save others with Transformers"]),
         (without_shard, ["lacks model-00002-of-00002.safetensors"]),
-        (without_config, ["config.json"]),
         (as_adapter, ["adapter"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else None,
@@ -514,7 +470,7 @@ def test_a_model_of_another_type_is_refused(reference_folder, ours):
     ],
 )
 def test_an_argument_without_a_meaning_is_refused(arguments, words, ours):
-    assert_refused(run(REFERENCE_FOLDER, ours, *arguments), *words)
+    assert_refused(run(CHECKPOINT, ours, *arguments), *words)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ TEMPLATES = {
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ raise_exception('no system') }}": "TemplateError: no system",
     "{% for": "TemplateSyntaxError",
+    "{{ messages[0].nothing.more }}": "UndefinedError",
+    "{{ messages + 1 }}": "TypeError",
     "{{ 'x' * 10000000000 }}": "it takes more than 1.1 GB of memory",
 }
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.testing import assert_close
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.common.files import rewritten
 from qtsplus.hub.checkpoint import REFERENCE
-from qtsplus.hub.convert import convert_reference_config
-from reference import load, meta
+from qtsplus.hub.convert import convert
+from reference import copy_checkpoint, load, meta
 from tiny import assert_same, compress, run
 
 E2E = ("case1", "e2e")
@@ -17,15 +16,9 @@ E2E = ("case1", "e2e")
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A folder made from the reference's checkpoint, as `from_pretrained` wants it."""
-    folder = tmp_path_factory.mktemp("converted")
-    stated = meta(*E2E, "checkpoint", "config")
-    convert_reference_config(stated, meta(*E2E, "vision", "config")).save_pretrained(folder)
-    checkpoint = load(*E2E, "checkpoint", "model")
-    weights = {rewritten(name, REFERENCE): tensor for name, tensor in checkpoint.items()}
-    weights["model.qtsplus.rho_history"] = torch.zeros(2, dtype=torch.int64)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    """A folder made from the reference's checkpoint, as a user makes it."""
+    folder = tmp_path_factory.mktemp("golden")
+    return convert(copy_checkpoint(folder / "reference"), folder / "converted")
 
 
 @pytest.fixture
