@@ -241,11 +241,14 @@ def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_
         ("data.processor_kwargs.size={longest: 9}", "data.processor_kwargs cannot be used: size must have one of"),
         ("data.processor_kwargs.videos_kwargs={fps: 1}", "processor_kwargs.videos_kwargs is no field; the nearest are"),
         ("data.features=FOLDER/tiny.yaml", "tiny.yaml is a file; expected a folder"),
+        ("data.features=FOLDER/model", "model, which holds a model; choose another folder"),
         ("training.output_dir=FOLDER/tiny.yaml", "tiny.yaml is a file; expected a folder"),
         ("training.output_dir=FOLDER", "which is not replaced"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_refuses(recipe_file, tmp_path, option, override, message):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
     result = train(recipe_file, override.replace("FOLDER", str(tmp_path)), option=option)
     assert result.exit_code == 2
     assert message in result.stderr

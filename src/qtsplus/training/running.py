@@ -75,7 +75,9 @@ def find_start(recipe: Recipe, resume: bool) -> Path | None:
     The checkpoint from which a run goes on; `None` if it begins. Raises `ValueError` for folders that cannot be
     written, or an `output_dir` that holds files or checkpoints from which it does not continue.
     """
-    check_folder(recipe.data.features or recipe.output_dir)
+    features = check_folder(recipe.data.features or recipe.output_dir)
+    if recipe.data.features and any(features.glob("*config.json")):
+        raise ValueError(f"data.features is {features}, which holds a model; choose another folder.")
     output_dir = check_folder(recipe.output_dir)
     checkpoint = last_checkpoint(output_dir) if resume else None
     if checkpoint is not None:
