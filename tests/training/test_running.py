@@ -196,8 +196,12 @@ def test_a_finished_training_is_resumed_by_no_step(recipe_file, tmp_path, ends):
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
     assert weights.read_bytes() != written
     (folder / "checkpoint-3/model.safetensors").write_bytes(b"")
+    longer = load_stages(recipe_file, [*steps, "training.max_steps=4"])
     with pytest.raises(ValueError, match="checkpoint-3 cannot be used"):
-        run_stages(load_stages(recipe_file, [*steps, "training.max_steps=4"]), resume=True)
+        run_stages(longer, resume=True)
+    (folder / "checkpoint-3/rng_state.pth").write_bytes(b"")
+    with pytest.raises(ValueError, match="rng_state.pth is empty or was cut off: remove .*checkpoint-3, to go on"):
+        run_stages(longer, resume=True)
 
 
 def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_path, record, monkeypatch):

@@ -6,6 +6,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from zipfile import is_zipfile
 
 from accelerate import PartialState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -81,6 +82,9 @@ def find_start(recipe: Recipe, resume: bool) -> Path | None:
     output_dir = check_folder(recipe.output_dir)
     checkpoint = last_checkpoint(output_dir) if resume else None
     if checkpoint is not None:
+        for path in checkpoint.glob("*.pt*"):  # what `torch.save` writes is a ZIP archive
+            if not is_zipfile(path):
+                raise ValueError(f"{path} is empty or was cut off: remove {checkpoint}, to go on from an earlier one.")
         return checkpoint
     for path in output_dir.glob("[!.]*"):  # other folders may stay
         if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR):
