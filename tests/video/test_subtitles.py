@@ -12,7 +12,6 @@ from qtsplus.asking import session
 from qtsplus.cli.asking import print_answer
 from qtsplus.live.watching import watch
 from qtsplus.video import storage
-from qtsplus.video import subtitles as reader
 from qtsplus.video.encoded import encode
 from qtsplus.video.subtitles import read_subtitles
 
@@ -345,12 +344,6 @@ def write_tracks(path, **flags_of):
 )
 def test_a_forced_track_does_not_hide_the_full_one(tmp_path, tracks, expected):
     assert texts_of(write_tracks(tmp_path / "talk.mkv", **tracks)) == [expected]
-
-
-def test_a_file_that_is_too_large_is_refused(talk):
-    write_srt(talk.with_suffix(".srt"), "a" * reader.MAX_FILE_BYTES)
-    with pytest.raises(ValueError, match="talk.srt' cannot be read: it is larger than 8 MiB"):
-        read_subtitles(talk)
 
 
 def test_a_colon_in_a_name_is_no_address(video, tmp_path, monkeypatch):

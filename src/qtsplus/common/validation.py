@@ -13,7 +13,7 @@ from typing import TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.events import AliasEvent
 
 from .files import first_line, printable, rewritten
 
@@ -22,7 +22,6 @@ Settings = TypeVar("Settings")
 # No unknown fields, and neither NaN nor infinity is a number.
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-DEEPEST = 100  # levels of lists and mappings in YAML
 # Ruamel raises these also for a value that does not fit its tag, such as `!!bool x` or the 99th of a month.
 _NO_VALUE = (YAMLError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
@@ -34,11 +33,7 @@ def parse_yaml(text: str | bytes, name: str):
     """
     yaml = YAML(typ="safe", pure=True)
     try:
-        depth = 0
         for event in yaml.parse(text):
-            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-            if depth > DEEPEST:  # the time that Ruamel takes grows with the square of it
-                raise ValueError(f"it nests more than {DEEPEST} levels")
             if isinstance(event, AliasEvent):
                 raise ValueError(f"it has the alias *{event.anchor}; expected the values themselves")
         return yaml.load(text)

@@ -287,12 +287,9 @@ class QTSplusTrainer(Trainer):
 
     def _prediction_errors(self, inputs, labels, qtsplus) -> Tensor:
         """The errors of the losses that the budget head predicts, `[k]` for the samples of [`loss_differences`]."""
-        totals = [0]
-        if qtsplus is not None:
-            totals = qtsplus.num_tokens.tolist()
         config = self.selector_config
         most = torch.tensor(
-            [kept_count(config.rho_max, total, config.n_max) for total in totals],
+            [kept_count(config.rho_max, total, config.n_max) for total in qtsplus.num_tokens.tolist()],
             device=labels.device,
         )
         # Every process makes the same number of passes, since the processes of one model run in step.
@@ -305,8 +302,6 @@ class QTSplusTrainer(Trainer):
                 limited["max_visual_tokens"] = 2**exponent
                 _, token_losses, rows = self.answer(self.model, limited, labels)
                 measured[:, exponent].index_add_(0, rows, token_losses)
-        if qtsplus is None:
-            return measured[:0, 0]
         predicted = qtsplus.predicted_losses[most > 1]
         self.budget.predicted += zip(predicted.detach().cpu(), qtsplus.num_tokens[most > 1].tolist(), strict=True)
         return loss_differences(qtsplus.predicted_losses[:, :passes], measured, most)
@@ -318,7 +313,7 @@ class QTSplusTrainer(Trainer):
     def _relevance_divergences(self, qtsplus, inputs, labels) -> Tensor:
         """The divergences of the scores from the attention, `[k]` for the samples with visual tokens and an answer."""
         targets = self.attention_targets(inputs, labels)  # in every process, since each may hold a part of the layers
-        if qtsplus is None or qtsplus.log_relevance is None:
+        if qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         null_token = self.selector_config.null_token
         return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)

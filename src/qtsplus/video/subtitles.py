@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SUFFIXES = (".srt", ".vtt", ".ass", ".ssa")
-MAX_FILE_BYTES = 8 * 2**20  # a day of one subtitle per second has 5 MiB
 # What a file's name may have behind the video's: a language, and that it describes sounds, as in talk.pt-BR.sdh.srt.
 _LANGUAGE = r"(?i:(\.[a-z]{2,3}([-_][a-z\d]+)?)?(\.(sdh|cc|hi))?)"
 
@@ -110,9 +109,7 @@ def _read_file(path: Path, is_video: bool) -> list[Subtitle]:
 
 def _read_text(path: Path) -> str:
     with open_file(str(path)) as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB, which no file of subtitles is")
+        content = file.read()
     # UTF-16 has a null byte in the second character, which is one of ASCII in all formats, also where the first is a
     # byte order mark.
     encoding = "utf-8"
