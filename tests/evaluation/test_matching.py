@@ -43,19 +43,20 @@ def test_the_likeliest_option_is_an_option(loaded, tiny_mp4, kept):
 
 @pytest.fixture
 def judge_server():
-    """An OpenAI-compatible server on loopback that says what a test has put into `replies`."""
+    """An OpenAI-compatible server on loopback: it says yes to a first request, then what a test puts into `replies`."""
     seen = []
-    replies = []
+    replies = ["yes"]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             length = int(self.headers["Content-Length"])
             seen.append(json.loads(self.rfile.read(length)))
-            message = {"role": "assistant", "content": replies.pop(0)}
-            choices = [{"index": 0, "finish_reason": "stop", "message": message}] if message["content"] else None
+            reply = replies.pop(0)
+            message = {"role": "assistant", "content": reply}
+            choices = [{"index": 0, "finish_reason": "stop", "message": message}] if reply else None
             answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": choices}
             body = json.dumps(answer).encode()
-            self.send_response(200)
+            self.send_response(reply if isinstance(reply, int) else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -72,16 +73,16 @@ def judge_server():
 
 def test_a_judge_decides(judge_server, caplog):
     address, replies, seen = judge_server
-    replies += ["Answer: Yes.", "no", "Perhaps", "Yes or no?", None]
+    replies += ["Answer: Yes.", "no", "Perhaps", "Yes or no?"]
     judge = judge_at(address, "a-judge")
     record = VideoRecord(None, "Who knocks?", "her brother")
     assert judge(record, "The woman's brother")
     assert not judge(record, "The postman")
-    for _ in range(3):
+    for _ in range(2):
         assert not judge(record, "Nobody"), "one odd reply must not cost the answers of a whole evaluation"
-    assert caplog.text.count("expected yes or no") == 3
+    assert caplog.text.count("expected yes or no") == 2
     assert "The judge a-judge replied 'Perhaps'" in caplog.text
-    (message,) = seen[0]["messages"]
+    (message,) = seen[1]["messages"]
     for text in ("Who knocks?", "her brother", "The woman's brother"):
         assert text in message["content"]
 
@@ -96,14 +97,21 @@ def test_a_judge_is_measured_on_answers_graded_by_hand(judge_server):
 
 def test_the_command_asks_a_judge(judge_server, tiny_mp4, tiny_published, tmp_path):
     address, replies, _ = judge_server
-    replies.append("yes")
+    replies += ["yes", 400, None, 404]
     records = tmp_path / "records.jsonl"
-    records.write_text(json.dumps({"video": str(tiny_mp4), "question": "What?", "answer": "her brother"}))
+    rows = [{"video": str(tiny_mp4), "question": f"{what}?", "answer": "her brother"} for what in ("Who", "So", "And")]
+    records.write_text("\n".join(map(json.dumps, rows)))
     line = ["eval", str(records), "--model", str(tiny_published), "--json"]
     rules = json.loads(CliRunner().invoke(app, line).stdout)
     assert rules["accuracy"] == 0
     judged = [*line, "--match", "judge", "--judge", address, "--judge-model", "a-judge"]
-    assert json.loads(CliRunner().invoke(app, judged).stdout)["accuracy"] == 1
+    result = CliRunner().invoke(app, judged)
+    assert json.loads(result.stdout)["accuracy"] == 1 / 3
+    assert "2 questions about" in result.stderr
+    assert f"The judge a-judge at {address} gave no chat completion: Error code: 400" in result.stderr
+    refused = CliRunner().invoke(app, judged)
+    assert refused.exit_code == 2
+    assert "gave no chat completion: Error code: 404" in refused.stderr
     incomplete = CliRunner().invoke(app, [*line, "--judge", address])
     assert incomplete.exit_code == 2
     assert "--match judge, --judge and --judge-model belong together" in incomplete.stderr

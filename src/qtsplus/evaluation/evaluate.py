@@ -31,7 +31,7 @@ class Outcome:
     visual_tokens: int = 0
     kept_tokens: int = 0  # how many visual tokens the language model read
     correct: bool = False
-    unreadable: str | None = None  # why it could not be asked, such as a video that cannot be read
+    unreadable: str | None = None  # why it could not be asked or judged, such as a video that cannot be read
 
 
 def evaluate_records(
@@ -86,16 +86,25 @@ def evaluate_records(
         for number, result in results:
             record = asked[number]
             if isinstance(result, Answer):
-                outcomes[record] = Outcome(
-                    record,
-                    said=result.answer,
-                    visual_tokens=result.visual_tokens,
-                    kept_tokens=result.kept_tokens,
-                    correct=matcher(record, result.answer),
-                )
+                outcomes[record] = _outcome(record, result, matcher)
             else:
                 outcomes[record] = Outcome(record, unreadable=first_line(result))
     return [outcomes[record] for record in records]
+
+
+def _outcome(
+    record: VideoRecord,
+    answer: Answer,
+    matcher: Matcher,
+) -> Outcome:
+    """The outcome of an answer, which a judge may be unable to reply about."""
+    correct = False
+    problem = None
+    try:
+        correct = matcher(record, answer.answer)
+    except ValueError as error:
+        problem = first_line(error)
+    return Outcome(record, answer.answer, answer.visual_tokens, answer.kept_tokens, correct, problem)
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict:

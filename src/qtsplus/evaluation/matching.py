@@ -212,8 +212,9 @@ def judge_at(address: str, model: str) -> Matcher:
     A language model behind an OpenAI-compatible address as the judge of answers; its key is in `OPENAI_API_KEY`.
 
     Raises:
-        ValueError: here if the package `openai` is not installed; from the judge if there is no reply. If a reply is
-            neither yes nor no, the judge logs a warning and does not accept the answer.
+        ValueError: here if the package `openai` is not installed or a first request gets no reply; from the judge if
+            a later one gets none. If a reply is neither yes nor no, the judge logs a warning and does not accept the
+            answer.
     """
     try:
         from openai import OpenAI, OpenAIError
@@ -221,26 +222,22 @@ def judge_at(address: str, model: str) -> Matcher:
         raise ValueError("A judge needs the package openai: pip install openai.") from None
     client = OpenAI(base_url=address, api_key=os.environ.get("OPENAI_API_KEY") or "none")
 
-    def judge(record: VideoRecord, said: str) -> bool:
+    def reply_to(content: str) -> str:
+        messages: list = [{"role": "user", "content": content}]
         try:
-            reply = client.chat.completions.create(
-                model=model,
-                messages=[
-                    {
-                        "role": "user",
-                        "content": _JUDGE.format(record=record, said=said),
-                    }
-                ],
-                temperature=0,
-            )
-        except OpenAIError as error:
-            raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
-        choices = getattr(reply, "choices", None)  # an error page or a plain text has none
-        text = str(choices[0].message.content if choices else reply)
+            reply = client.chat.completions.create(model=model, messages=messages, temperature=0)
+            return str(reply.choices[0].message.content)
+        # What is not OpenAI's kind of error is about a reply that is no JSON, or an error page or another JSON.
+        except (OpenAIError, ValueError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"The judge {model} at {address} gave no chat completion: {error}") from None
+
+    def judge(record: VideoRecord, said: str) -> bool:
+        text = reply_to(_JUDGE.format(record=record, said=said))
         decision = re.search(r"(?m)^(yes|no)\b(?! or\b)", _clauses(text))
         if decision:
             return decision[1] == "yes"
         logger.warning("The judge %s replied %.80r; expected yes or no.", model, text)
         return False
 
+    reply_to("Reply with yes.")
     return judge
