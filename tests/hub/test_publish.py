@@ -54,6 +54,7 @@ def test_a_saved_model_is_published_with_its_weights(tmp_path):
     again = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again[name]), name
+    assert "license: apache-2.0" in (folder / "README.md").read_text(), "which a model of these sizes has"
     whole = assemble_folder("qtsplus-tiny", tmp_path / "whole")
     assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
 

@@ -11,6 +11,7 @@ from ..common.folders import read_json
 from .files import hub_configs, variants
 from .loading import load_config
 
+ORIGIN = ("license", "license_name", "license_link", "base_model")
 SECTIONS = ("weights", "training_data", "recipe", "results", "limits")
 _TEXT_SIZES = (
     "hidden_size",

@@ -18,7 +18,7 @@ from ..model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..model.lm_attention_qtsplus import check_attention
 from ..model.methods_qtsplus import add_method
 from .backbones import STOCK_TYPES, backbone_of
-from .card import card_data, matching_variant
+from .card import ORIGIN, card_data, matching_variant
 from .checkpoint import (
     EMBEDDINGS,
     HEAD,
@@ -179,11 +179,10 @@ def _from_base(
         say("Nothing needs training: the model's own attention selects. `qtsplus calibrate` seeks a better layer.")
     else:
         say('The selector is new: until it is trained, selection="qtsplus" chooses nearly at random.')
-    about = card_data(known, "license", "license_name", "license_link", "recipe")
-    base = source if not Path(source).is_dir() else card_data(known).get("base_model")
-    if base:
-        about["base_model"] = base
-    name = base or f"a {backbone.model.backbone_name}"
+    about = card_data(known, *ORIGIN, "recipe")
+    if not Path(source).is_dir():
+        about["base_model"] = source
+    name = about.get("base_model") or f"a {backbone.model.backbone_name}"
     about["weights"] = text.format(source=name, selection=selection)
     return _Conversion(config, tensors, about, known)
 
@@ -199,7 +198,7 @@ def _from_reference(stated: dict, folder: Path) -> _Conversion:
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors[RHO_HISTORY] = torch.zeros(2, dtype=torch.int64)
     known = matching_variant(config)
-    about = card_data(known, "license", "license_name", "license_link", "base_model")
+    about = card_data(known, *ORIGIN)
     about["weights"] = _CONVERTED
     return _Conversion(config, tensors, about, known)
 

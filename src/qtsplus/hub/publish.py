@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..common.folders import check_own, whole_folder
 from ..model.generation_qtsplus import auto_map, code_of
 from .backbones import backbone_of
-from .card import card_data, model_card
+from .card import ORIGIN, card_data, matching_variant, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
 from .loading import load_config, load_generation_config, load_processor
@@ -67,7 +67,8 @@ def assemble_folder(
     elif bundled:
         about = card_data(source.name)
     else:
-        say(f"{source} has no README.md: the card is a new one. Add the licence and the base model of the weights.")
+        about = card_data(matching_variant(config), *ORIGIN)
+        say(f"{source} has no README.md: the card is a new one. Check or add the licence and base model.")
     with whole_folder(folder) as staging:
         if stored.keys() != tensors.keys():
             save_torch_state_dict(tensors, staging)
