@@ -125,8 +125,13 @@ def test_bad_files_are_skipped_by_the_workers_and_counted(records, tiny_processo
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(beginning)
     missing = tmp_path / "missing.mp4"
-    bad = [VideoRecord(str(path), "What?", "no") for path in (broken, missing)]
-    dataset = VideoQADataset(records[:2] + bad + bad, tiny_processor)
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    for name in ("0.png", "1.png", "2.png"):
+        Image.new("RGB", (56, 56)).save(frames / name)
+    (frames / "1.png").write_bytes(b"no image")
+    bad = [VideoRecord(str(path), "What?", "no", fps=1.0) for path in (broken, frames, missing)]
+    dataset = VideoQADataset(records[:2] + bad + bad[:1], tiny_processor)
     collator = VideoQACollator(tiny_processor)
     mixed, nothing = DataLoader(dataset, batch_size=3, collate_fn=collator, num_workers=1)
     assert len(mixed["input_ids"]) == 2

@@ -57,15 +57,14 @@ def examine(path: str) -> "AboutVideo | None":
     Raises one of [`UNREADABLE`] for a file, an address or a folder of frames that a model could not read. Gives what is
     known about a video; `None` for a folder.
 
-    Of a file a frame is decoded and every packet is read, which tells whether the end is there; of a folder the first
-    and the last frame are decoded.
+    Of a file a frame is decoded and every packet is read, which tells whether the end is there; of a folder every frame
+    is decoded.
     """
-    from ..model.frames_qtsplus import image_paths, load_frames
-    from ..model.video_qtsplus import open_video
+    from ..model.video_qtsplus import open_folder, open_video
 
     if os.path.isdir(path):
-        frames = image_paths(path)
-        load_frames([frames[0], frames[-1]])
+        for _ in open_folder(path, fps=1.0).decode():
+            pass
         return None
     about = open_video(path, lambda total, fps: [0]).about
     if about.warnings:
