@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from ..model.layout_qtsplus import runs, token_grids
@@ -110,32 +112,20 @@ def _bounding_box(weights: Tensor) -> Box:
     A group is made of cells with a weight above 0 that touch at their sides. A stray cell elsewhere is another group,
     and does not enlarge the box.
     """
+    groups = Image.fromarray(weights.gt(0).int().numpy())  # then each cell has the number of its group
+    number = 1
+    for row, column in reversed(weights.nonzero().tolist()):
+        if groups.getpixel((column, row)) == 1:
+            number += 1
+            ImageDraw.floodfill(groups, (column, row), number)
+    numbers = np.asarray(groups)
+    sums = np.bincount(numbers.flatten(), weights.flatten())
+    rows, columns = np.nonzero(numbers == sums.argmax())
     height, width = weights.shape
-    cells = map(tuple, weights.nonzero().tolist())
-    ungrouped = dict.fromkeys(cells)  # a dict keeps its order, so that ties between groups are always decided alike
-    groups = []
-    while ungrouped:
-        first, _ = ungrouped.popitem()
-        group = [first]
-        for row, column in group:  # `group.append` below extends this loop
-            neighbours = [
-                (row - 1, column),
-                (row + 1, column),
-                (row, column - 1),
-                (row, column + 1),
-            ]
-            for neighbour in neighbours:
-                if neighbour in ungrouped:
-                    del ungrouped[neighbour]
-                    group.append(neighbour)
-        groups.append(group)
-    values = weights.tolist()
-    heaviest = max(groups, key=lambda group: sum(values[row][column] for row, column in group))
-    rows, columns = zip(*heaviest, strict=True)
-    left = min(columns) / width
-    top = min(rows) / height
-    right = (max(columns) + 1) / width
-    bottom = (max(rows) + 1) / height
+    left = columns.min().item() / width
+    top = rows.min().item() / height
+    right = (columns.max().item() + 1) / width
+    bottom = (rows.max().item() + 1) / height
     return left, top, right, bottom
 
 

@@ -4,6 +4,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -82,8 +83,7 @@ class Guard:
         if match is None:
             return False
         host = match[1].strip("[]")
-        is_below = any(name.startswith("*.") and host.endswith(name[1:]) for name in self.hosts)
-        return host in self.hosts or is_below or "*" in self.hosts
+        return any(fnmatchcase(host, name) for name in self.hosts)
 
     def _is_own_page(self, headers: Headers) -> bool:
         site = headers.get("sec-fetch-site")

@@ -1,6 +1,5 @@
 """Encoded videos on disk: their features as safetensors, and all else about them as JSON in the same file's header."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from huggingface_hub.utils.sha import sha_fileobj
 from pydantic import Field, with_config
 from torch import Tensor
 from transformers.video_utils import VideoMetadata
@@ -124,12 +124,9 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
 
 def measure(path: Path) -> Stored:
     """The size and the digest of a file, which is read to its end."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-        size = file.tell()
-    return {"size": size, "digest": digest.hexdigest()}
+        digest = sha_fileobj(file).hex()
+        return {"size": file.tell(), "digest": digest}
 
 
 def _header(encoded: EncodedVideo) -> str:
