@@ -269,8 +269,9 @@ def test_a_selection_may_be_a_function_of_a_notebook(model, inputs):
     chosen = run(model, inputs, selection=first, retention=0.1).qtsplus
     for kept, n in zip(chosen.kept_indices, (10, 3, 0), strict=True):
         assert_same(kept, torch.arange(n))
-    with pytest.raises(ValueError, match=r"selection=7; expected one of .*, or a function like theirs"):
-        model(**inputs, selection=7)
+    for other in (7, {"a": 1}):
+        with pytest.raises(ValueError, match=r"selection=.*; expected one of .*, or a function like theirs"):
+            model(**inputs, selection=other)
 
 
 @pytest.mark.parametrize(

@@ -423,10 +423,10 @@ def add_method(name: MethodOrName | None) -> None:
     Raises:
         ValueError: an unknown name; there is no such module, file or function.
     """
-    if name is None or callable(name):
+    if name is None:
         return
-    place, colon, function = str(name).rpartition(":")
-    if colon and name not in METHODS:
+    if isinstance(name, str) and ":" in name and name not in METHODS:
+        place, _, function = name.rpartition(":")
         try:
             method = runpy.run_path(place)[function] if place.endswith(".py") else resolve_name(name)
             inspect.signature(method).bind("candidates", "n")
