@@ -60,10 +60,10 @@ ARGUMENTS_OF = {
     "encode": ("video", *ENCODE),
     "frames": ("video", *ENCODE),
     "ask": ("video", "fps", *ASK),
-    "session": ("videos", "batch_size", "questions", "name", "remove"),
+    "session": ("videos", "batch_size", "questions", "name", "remove", "video_of"),
     "stream": ("memory_tokens", "question", "fps"),
     "append": ("frames", "times", "name"),
-    "library": ("folder", "top", "pieces", "window", *ASK),
+    "library": ("folder", "top", "pieces", "window", "names", "pattern", *ASK),
 }
 
 
@@ -87,6 +87,8 @@ def calls(tiny_published, tmp_path_factory):
             made.add(video, odd["name"])
         elif "remove" in odd:
             made.remove(odd["remove"])
+        elif "video_of" in odd:
+            made.video(odd["video_of"])
         elif "videos" in odd:
             made.ask(QUESTION, max_new_tokens=1, **odd)
         else:
@@ -95,6 +97,8 @@ def calls(tiny_published, tmp_path_factory):
     def in_library(**odd):
         if "folder" in odd:
             Library(odd["folder"], *loaded)
+        elif "pattern" in odd:
+            library.select(odd["pattern"])
         elif "top" in odd:
             library.find(QUESTION, **odd)
         else:
@@ -136,6 +140,7 @@ def test_what_is_no_count_is_never_taken_for_one(calls):
     ("call", "misspelt", "right"),
     [
         ("encode", "max_frame", "max_frames"),
+        ("encode", "options", "progress"),
         ("ask", "retenton", "retention"),
         ("ask", "max_tokens", "max_new_tokens"),
         ("ask", "questions", "question"),

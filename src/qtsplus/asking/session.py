@@ -142,7 +142,8 @@ class VideoSession:
         return list(self.videos)
 
     def video(self, name: str) -> EncodedVideo:
-        """A video by its name."""
+        """A video by its name; `ValueError` if there is none of that name."""
+        check_names([name], self.names)
         return self.videos[name]
 
     def add(self, video, name: str | None = None, **options) -> str:
@@ -162,7 +163,7 @@ class VideoSession:
         if not isinstance(video, EncodedVideo):
             video = encode(self.model, self.processor, video, **options)
         elif options:
-            raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
+            raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected `name` alone.")
         if name is None:
             name = self._free_name(video.video)
         self.videos[name] = video

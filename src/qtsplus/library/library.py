@@ -3,7 +3,7 @@
 import fnmatch
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -21,6 +21,7 @@ from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Line, Schema, State, file_state
 from ..common.validation import check_inside, check_path, show, validated
 from ..model.numbers_qtsplus import require_count
+from ..model.question_qtsplus import check_text
 from ..model.sampling_qtsplus import SamplingOptions
 from ..video.encoded import NO_FILE, EncodedVideo
 from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video
@@ -169,7 +170,7 @@ class Library:
 
     def select(self, pattern: str) -> list[str]:
         """The names of the videos that match a pattern, such as `"door/*"`."""
-        return fnmatch.filter(self.names, pattern)
+        return fnmatch.filter(self.names, check_text("pattern", pattern))
 
     def find(
         self,
@@ -253,11 +254,13 @@ class Library:
         """A scorer, and the pieces of the videos within a window of seconds, best first by their keys."""
         if names is None:
             names = self.names
-        if not names or set(names) - set(self.names):
+        chosen = list(names) if isinstance(names, Iterable) else []
+        unknown = [name for name in chosen if name not in self.names]
+        if unknown or not chosen:
             raise ValueError(f"names={show(names)}; expected a list of names, some of the library's `names`.")
         begin, end = validated(Window, window, "window (start, end) ")
         pieces = []
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(chosen):
             searched = self._searched(name)
             video = searched.video if isinstance(searched, KeyedVideo) else searched
             first, last = video.within(begin, end)

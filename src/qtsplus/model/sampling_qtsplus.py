@@ -75,7 +75,8 @@ def read_options(function: Callable, options: Mapping[str, Any]) -> Sampling:
     """What a function was given as [`SamplingOptions`]; a `ValueError` for another keyword, which names the nearest."""
     known = SamplingOptions.__annotations__
     for name in options.keys() - known.keys():
-        (nearest,) = get_close_matches(name, [*known, *inspect.signature(function).parameters], n=1, cutoff=0)
+        parameters = inspect.signature(function).parameters.keys() - {"options"}
+        (nearest,) = get_close_matches(name, {*known, *parameters}, n=1, cutoff=0)
         raise ValueError(f"{function.__name__}() has no keyword {name!r}; the nearest is {nearest!r}.")
     return Sampling(**options)
 
