@@ -1,7 +1,6 @@
 """The speed, memory and cost benchmarks at toy size with other backbones."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from benchmarks.speed.cost import stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, make_config, make_processor
 from pairs import assert_one_model, counted_flops
 
-PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 # The toys' (time, height, width) in tokens.
 GRIDS = {
     "internvl2.5-8b": (4, 16, 16),
@@ -108,18 +106,3 @@ def test_the_operations_of_linear_attention_are_those_that_pytorch_counts():
     # Older versions of Transformers multiply matrices for the angles of the three rotary axes.
     angles = 2 * 3 * length * sum(text.rope_parameters["mrope_section"])
     assert total - (expected + future - systems + padding) in (0, angles)
-
-
-def test_the_page_says_what_fewer_tokens_save_with_and_without_linear_attention():
-    page = " ".join(PAGE.read_text().split())
-    said = []
-    for name in ("qwen3.5-9b", "qwen3-vl-8b"):
-        costs = stage_costs(make_config(MODEL_SHAPES[name]), (300, 20, 30), 60, 40, 0.11)
-        stock, ours = costs["stock"], costs["ours"]
-        prefill, vision = stock["prefill"].flops, stock["vision"].flops
-        rest = sum(ours[stage].flops for stage in ("relevance", "re-encode", "prefill"))
-        said += [f"{prefill / rest:.1f}", f"{(prefill + vision) / (rest + vision):.1f}"]
-    assert (
-        "Qwen3.5-9B does {} times our work from features and {} times from pixels, Qwen3-VL-8B {} and {}".format(*said)
-        in page
-    )

@@ -96,12 +96,6 @@ def test_a_fault_stops_the_run_and_loses_nothing(tmp_path):
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-def test_what_is_drawn_depends_on_the_id_alone(tmp_path):
-    run_job(job(Counting(), 20), tmp_path / "a", concurrency=1)
-    run_job(job(Counting(), 20), tmp_path / "b", concurrency=20)
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-
-
 def test_failed_items_are_tried_again(tmp_path):
     run_job(job(Counting(failing=[3, 9])), tmp_path)
     again = Counting(failing=[9])
@@ -141,12 +135,6 @@ def test_one_process_at_a_time(tmp_path):
             await super().__call__(item, ledger)
 
     run_job(job(Nested(), 1), tmp_path)
-
-
-def test_a_file_that_is_no_journal(tmp_path):
-    (tmp_path / JOURNAL).write_text("no database " * 100)
-    with pytest.raises(ValueError, match=f"Line 1 of .*{JOURNAL} cannot be used"):
-        run_job(job(Counting()), tmp_path)
 
 
 def test_files_that_no_run_has_made_are_left_alone(tmp_path):
