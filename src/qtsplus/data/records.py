@@ -152,17 +152,23 @@ def options_by_letter(options: Sequence[str]) -> dict[str, str]:
 
 def right_letter(answer: str, options: Sequence[str]) -> str:
     """
-    The lower-case letter of the option that an answer is: by its letter, such as "B" or "(b).", or by its text. A
+    The lower-case letter of the option that an answer is: by its letter, see [`lone_letter`], or by its text. A
     `ValueError` for an answer that is none of them.
     """
     by_letter = options_by_letter(options)
-    alone = re.sub(r"^\W+|\W+$", "", answer).lower()
+    alone = lone_letter(answer)
     if alone in by_letter:
         return alone
     for letter, option in by_letter.items():
         if _option_text(letter, answer) == option:
             return letter
     raise ValueError(f"answer is {show(answer)}; expected the letter or the text of one of the options")
+
+
+def lone_letter(answer: str) -> str:
+    """The lower-case letter of an answer that is nothing else, such as "B", "b." and "(B)"; else empty."""
+    letter = re.fullmatch(r"\(?([A-Za-z])[).:]*", answer.strip())
+    return letter[1].lower() if letter else ""
 
 
 def _option_text(letter: str, option: str) -> str:

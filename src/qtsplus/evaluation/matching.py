@@ -3,13 +3,14 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import ascii_lowercase
 from unicodedata import normalize
 
 from text_to_num import alpha2digit
 
 from ..common.files import rewritten
-from ..data.records import VideoRecord, options_by_letter, right_letter
+from ..data.records import VideoRecord, lone_letter, options_by_letter, right_letter
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +145,16 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
     Whether a sentence gives the record's answer. With options, the sentence must choose the right one, by its letter or
     by its text. "Yes" or "no" must be the first of the two that is said; where neither is said, a denial is "no". A
     number must be the only number that is not denied, or the first word unless this begins a range such as "4 or 5".
-    Any other answer must be said in the same words, and not be denied or be one of two, as in "red or blue". Case,
-    articles and most punctuation do not count.
+    An answer that is a letter is an option's, where the sentence names options. Any other answer must be said in the
+    same words, and not be denied or be one of two, as in "red or blue". Case, articles and most punctuation do not
+    count.
     """
     if record.options:
         return _chosen(said, record.options) == {right_letter(record.answer, record.options)}
+    letter = lone_letter(record.answer)
+    named = _named(said, dict.fromkeys(ascii_lowercase, ""))
+    if letter and named:  # of options that only the question names
+        return named == {letter}
     expected = _clauses(record.answer)
     clauses = _clauses(said)
     right_side = re.fullmatch(_YES_OR_NO, expected)
@@ -184,17 +190,25 @@ def _chosen(said: str, options: Sequence[str]) -> set[str]:
     are none, it chooses the options whose texts it says, but not "cat" where it says the option "cat and dog".
     """
     by_letter = options_by_letter(options)
+    named = _named(said, by_letter)
+    if named:
+        return named
+    clauses = _clauses(said)
+    texts = {letter: _clauses(option) for letter, option in by_letter.items()}
+    spoken = {letter: text for letter, text in texts.items() if _says(clauses, text)}
+    longest = max(spoken.values(), key=len, default="")
+    return {letter for letter, text in spoken.items() if text == longest or not _says(longest, text)}
+
+
+def _named(said: str, by_letter: Mapping[str, str]) -> set[str]:
+    """The letters of options that a text names and does not rule out."""
     marked = _clauses(_marked(said, by_letter.values()))
     possible = by_letter.keys() - re.findall(r"@(\w)", "\n".join(re.findall(_RULED_OUT, marked)))
     for choosing in _CHOOSING:
         chosen = possible.intersection(re.findall(_NAMED, "\n".join(re.findall(choosing, marked))))
         if chosen:
             return chosen
-    clauses = _clauses(said)
-    texts = {letter: _clauses(option) for letter, option in by_letter.items()}
-    spoken = {letter: text for letter, text in texts.items() if _says(clauses, text)}
-    longest = max(spoken.values(), key=len, default="")
-    return {letter for letter, text in spoken.items() if text == longest or not _says(longest, text)}
+    return set()
 
 
 def _marked(said: str, options: Iterable[str]) -> str:
