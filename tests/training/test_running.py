@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.common.files import working_in
-from qtsplus.hub.files import bundled_model
+from qtsplus.hub.files import TINY, hub_configs
 from qtsplus.training import running
 from qtsplus.training.lora import load_lora, merge_lora
 from qtsplus.training.recipe import load_stages
@@ -123,7 +123,7 @@ def test_a_full_disk_is_found_before_the_model(recipe_file, monkeypatch):
 
 
 def test_an_adapter_has_the_configuration_of_its_training(recipe_file):
-    base = str(bundled_model())
+    base = str(hub_configs() / TINY)
     settings = ["model.variant=null", f"model.weights={base}", "model.selector.reduction=max", "training.lora_rank=2"]
     folder = run(load_stages(recipe_file, settings)[0])
     config = merge_lora(load_lora(base, folder)).config.qtsplus_config
@@ -186,7 +186,7 @@ def test_a_finished_training_is_resumed_by_no_step(recipe_file, tmp_path, ends):
     run_stages(stages, resume=True)
     assert weights.stat().st_mtime_ns == modified
     with pytest.raises(ValueError, match="run was begun with model.weights=None, not /"):
-        run_stages(load_stages(recipe_file, [*steps, f"model.weights={bundled_model()}"]), resume=True)
+        run_stages(load_stages(recipe_file, [*steps, f"model.weights={hub_configs() / TINY}"]), resume=True)
     for path in folder.iterdir():
         if path.is_file():
             path.unlink()  # as if the run had ended while it wrote its model

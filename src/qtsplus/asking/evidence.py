@@ -6,6 +6,7 @@ search of a library finds (library.py).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,12 +121,8 @@ def _bounding_box(weights: Tensor) -> Box:
             ImageDraw.floodfill(groups, (column, row), number)
     numbers = np.asarray(groups)
     sums = np.bincount(numbers.flatten(), weights.flatten())
-    rows, columns = np.nonzero(numbers == sums.argmax())
-    height, width = weights.shape
-    left = columns.min().item() / width
-    top = rows.min().item() / height
-    right = (columns.max().item() + 1) / width
-    bottom = (rows.max().item() + 1) / height
+    bounds: Any = Image.fromarray(numbers == sums.argmax()).getbbox()
+    left, top, right, bottom = np.divide(bounds, groups.size * 2).tolist()
     return left, top, right, bottom
 
 

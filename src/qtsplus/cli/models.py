@@ -35,10 +35,10 @@ class Source:
         """Its folder or Hub id, and a revision of the latter; the bundled model's, which is announced."""
         if self.model is not None:
             return split_revision(self.model)
-        from ..hub.files import bundled_model
+        from ..hub.files import TINY, hub_configs
 
         note("No --model given: using the bundled tiny model, which knows only rendered shapes.")
-        return str(bundled_model()), None
+        return str(hub_configs() / TINY), None
 
     def load(self, selection: str | None = None) -> tuple[Any, Any]:
         """The model and its processor, once the method that will choose tokens is known. Raises as `loading.load`."""

@@ -14,11 +14,6 @@ def hub_configs() -> Path:
     return _PACKAGE.parents[1] / "hub_configs"
 
 
-def bundled_model() -> Path:
-    """The folder of the tiny model, which answers where none is named."""
-    return hub_configs() / TINY
-
-
 def variants() -> list[str]:
     """The names of the variants that have a configuration, sorted."""
     return sorted(config.parent.name for config in hub_configs().glob("*/config.json"))
