@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -111,7 +111,7 @@ class TensorFormat:
     what: str
     remedy: str
     tensors: Mapping[str, TensorKind]
-    texts: frozenset[str] = field(default_factory=frozenset)
+    texts: frozenset[str] = frozenset()
     has_digest: bool = True
 
     @contextmanager

@@ -24,7 +24,7 @@ _TEXT_SIZES = (
 _VISION_SIZES = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
 
 
-def model_card(model, repository: str, about: Mapping | None = None) -> str:
+def model_card(model, repository: str, about: Mapping) -> str:
     """
     The text of a repository's README.md, with its YAML front matter, for a model on any device.
 
@@ -33,7 +33,7 @@ def model_card(model, repository: str, about: Mapping | None = None) -> str:
         about: what is known of the weights. The [`SECTIONS`] go into the text; everything else (`license`,
             `base_model`, ...) is front matter.
     """
-    about = dict(about or {})
+    about = dict(about)
     sections = {section: about.pop(section, None) for section in SECTIONS}
     if "base_model" in about:
         about.setdefault("base_model_relation", "finetune")

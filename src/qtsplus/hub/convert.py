@@ -4,7 +4,7 @@ A conversion renames tensors and writes them elsewhere, byte by byte: nothing is
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ class _Conversion:
 
     config: Any
     tensors: Weights
-    about: dict[str, Any] = field(default_factory=dict)
-    variant: str | None = None
+    about: dict[str, Any]
+    variant: str | None
 
 
 def convert(

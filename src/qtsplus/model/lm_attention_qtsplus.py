@@ -67,8 +67,7 @@ def full_attention_layers(text_config) -> list[int]:
 
 def check_attention(text_config, selector) -> None:
     """Raises `ValueError` for an `attention_layer` or `attention_heads` that this language model does not have."""
-    if selector.attention_layer is not None:
-        attention_layer(text_config, selector.attention_layer)
+    attention_layer(text_config, selector.attention_layer)
     heads = selector.attention_heads
     last = text_config.num_attention_heads - 1
     if heads and max(heads) > last:
