@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -77,18 +77,18 @@ def answers(port: int, path: str) -> bool:
 
 
 @contextlib.contextmanager
-def hosting(context: ssl.SSLContext | None = None):
-    """The port of a server at 127.0.0.1 that leads from `/there` to `/secret`, has a `/list`, and what it was asked."""
-    seen = []
+def serving(
+    answer: Callable[[BaseHTTPRequestHandler], None],
+    protocol: str = "HTTP/1.0",
+    context: ssl.SSLContext | None = None,
+) -> Iterator[int]:
+    """The port of a server at 127.0.0.1 that answers every GET by a function of its handler."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = protocol
+
         def do_GET(self):
-            seen.append(self.path)
-            self.send_response(302 if self.path == "/there" else 200)
-            self.send_header("Location", "/secret")
-            self.end_headers()
-            playlist = b"#EXTM3U\n#EXTINF:2.0,\nhttp://127.0.0.1:%d/secret\n" % self.server.server_port
-            self.wfile.write(playlist if self.path == "/list" else b"video")
+            answer(self)
 
         def log_message(self, *_):
             pass
@@ -97,5 +97,24 @@ def hosting(context: ssl.SSLContext | None = None):
         if context is not None:
             server.socket = context.wrap_socket(server.socket, server_side=True)
         Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port, seen
-        server.shutdown()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+
+
+@contextlib.contextmanager
+def hosting(context: ssl.SSLContext | None = None):
+    """The port of a server at 127.0.0.1 that leads from `/there` to `/secret`, has a `/list`, and what it was asked."""
+    seen = []
+
+    def answer(handler):
+        seen.append(handler.path)
+        handler.send_response(302 if handler.path == "/there" else 200)
+        handler.send_header("Location", "/secret")
+        handler.end_headers()
+        playlist = b"#EXTM3U\n#EXTINF:2.0,\nhttp://127.0.0.1:%d/secret\n" % handler.server.server_port
+        handler.wfile.write(playlist if handler.path == "/list" else b"video")
+
+    with serving(answer, context=context) as port:
+        yield port, seen

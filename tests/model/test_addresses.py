@@ -3,7 +3,6 @@
 import base64
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -14,26 +13,14 @@ from qtsplus.live.watching import Source
 from qtsplus.model import addresses_qtsplus
 from qtsplus.model.addresses_qtsplus import download
 from qtsplus.model.decoding_qtsplus import VideoDecoder
+from server_process import serving
 
 
 @contextmanager
-def serving(answer):
-    """A server on loopback that answers every GET with `answer(handler)`; gives an address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            answer(self)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/clip.mp4"
-    finally:
-        server.shutdown()
-        server.server_close()
+def serving_clip(answer):
+    """The address of a video at a server on loopback that answers every GET with `answer(handler)`."""
+    with serving(answer) as port:
+        yield f"http://127.0.0.1:{port}/clip.mp4"
 
 
 def sending(data, stated=None):
@@ -87,7 +74,7 @@ def test_a_file_address_may_be_that_of_a_folder(tmp_path, tiny_processor):
 @pytest.mark.parametrize("states_its_length", [True, False])
 def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, clip, states_its_length):
     stated = len(clip) if states_its_length else None
-    with serving(sending(clip, stated)) as address:
+    with serving_clip(sending(clip, stated)) as address:
         there = session.encode(*loaded, address)
         answer = session.ask(*loaded, address, "What moves?", max_new_tokens=2)
     assert torch.equal(there.features, session.encode(*loaded, tiny_mp4).features)
@@ -98,7 +85,7 @@ def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, clip, states_its_le
 def test_a_server_that_is_silent_is_not_waited_for(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(addresses_qtsplus, "ADDRESS_TIMEOUT", 0.2)
-    with serving(lambda handler: over.wait(60)) as address:
+    with serving_clip(lambda handler: over.wait(60)) as address:
         with pytest.raises(ValueError, match=r"Cannot load the video at 'http://127.*clip\.mp4'.*timed out"):
             download(address)
         over.set()
@@ -108,7 +95,7 @@ def test_a_server_that_is_silent_is_not_waited_for(monkeypatch):
 def test_a_video_at_an_address_has_a_largest_size(monkeypatch, clip, states_its_length):
     stated = len(clip) if states_its_length else None
     monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", len(clip))
-    with serving(sending(clip, stated)) as address:
+    with serving_clip(sending(clip, stated)) as address:
         assert download(address).getvalue() == clip
         monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", 1000)
         with pytest.raises(ValueError, match="is larger than 1,000 bytes.*download it"):
@@ -120,13 +107,13 @@ def test_a_video_at_an_address_has_a_largest_size(monkeypatch, clip, states_its_
 def test_a_connection_that_ends_early_is_named(clip):
     answer = sending(clip[:1000], stated=len(clip))
     expected = f"ended after 1000 of {len(clip)} bytes"
-    with serving(answer) as address, pytest.raises(ValueError, match=expected):
+    with serving_clip(answer) as address, pytest.raises(ValueError, match=expected):
         download(address)
 
 
 def test_an_address_without_a_video_is_named():
     not_found = pytest.raises(ValueError, match="Cannot load the video at .*404")
-    with serving(lambda handler: handler.send_error(404)) as address, not_found:
+    with serving_clip(lambda handler: handler.send_error(404)) as address, not_found:
         download(address)
     with pytest.raises(ValueError, match=r"Cannot load the video at 'http://\[nowhere'"):
         download("http://[nowhere")
@@ -142,7 +129,7 @@ def test_an_address_is_read_however_it_is_written(clip, scheme):
         asked.append(handler.path)
         send_clip(handler)
 
-    with serving(answer) as address:
+    with serving_clip(answer) as address:
         odd_path = address.replace("clip.mp4", "ü b%20c.mp4?d=é#e")
         assert VideoDecoder(odd_path.replace("http", scheme)).total == 32
     assert asked == ["/%C3%BC%20b%20c.mp4?d=%C3%A9"]
@@ -179,7 +166,7 @@ def test_a_password_is_used_and_not_said(loaded, clip):
         sent.append(handler.headers["Authorization"])
         send_clip(handler)
 
-    with serving(answer) as address:
+    with serving_clip(answer) as address:
         encoded = session.encode(*loaded, address.replace("//", "//user:s%40cret@"))
     (authorization,) = sent
     kind, _, credentials = authorization.partition(" ")
