@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from clips import render_clip
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.training.running import BEGUN_FILE
 from tiny import chat_inputs
 from tiny_backbones import BACKBONES
 
@@ -226,6 +227,7 @@ def interrupted(run: Path, folder: Path) -> Path:
     """What a run had written when its last stage was half done."""
     for name in ("relevance", "checkpoint-2"):
         shutil.copytree(run / name, folder / name)
+    shutil.copy(run / BEGUN_FILE, folder)
     return folder
 
 
