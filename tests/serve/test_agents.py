@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import anyio
 import numpy as np
 import pytest
 from PIL import Image
@@ -323,6 +324,28 @@ def test_an_answer_is_as_long_as_the_model_says(library, monkeypatch):
     monkeypatch.setattr(library.model.generation_config, "max_new_tokens", 4)
     monkeypatch.setattr(library.model.generation_config, "eos_token_id", None)  # it never ends by itself
     assert said(Shelf(library), "ask", question=QUESTION)["answer"] == library.ask(QUESTION).answer
+
+
+def test_a_cancelled_question_ends_at_its_next_token(shelf, monkeypatch):
+    """As all do when the program ends that started the server."""
+    model = shelf.library.model
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    steps = []
+
+    async def ask_and_cancel():
+        with anyio.CancelScope() as scope:
+
+            def note(*_):
+                steps.append(len(steps))
+                if len(steps) == 3:
+                    anyio.from_thread.run_sync(scope.cancel)
+
+            hook = model.model.language_model.register_forward_pre_hook(note)
+            await shelf.ask(QUESTION, max_new_tokens=64)
+        hook.remove()
+
+    anyio.run(ask_and_cancel)
+    assert len(steps) == 3
 
 
 def test_a_library_that_was_removed_is_refused(shelf):
