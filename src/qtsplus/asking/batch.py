@@ -31,7 +31,7 @@ from .session import answer_file
 class QuestionRow(BaseModel):
     """What a row says; other columns are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    model_config = ConfigDict(frozen=True, strict=True)
 
     video: Text
     question: Text

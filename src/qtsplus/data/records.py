@@ -51,7 +51,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 class VisionRecord(BaseModel):
     """What captions, choices and answers share; further keys of a row are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     vision_id: VisionId  # a file or a folder of frames under the media root, with its suffix or without
     id: RowId | None = None
@@ -108,7 +108,7 @@ class FreeAnswer(VisionRecord):
     difficulty: String | None = None
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="ignore"))
+@dataclass(frozen=True)
 class VideoRecord:
     """
     One question about one video as the model reads it: what `qtsplus train` and `qtsplus eval` work on. A `ValueError`

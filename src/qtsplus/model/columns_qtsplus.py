@@ -5,7 +5,6 @@ from functools import cache as cached
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from .prompt_qtsplus import CompactPrompt
 from .question_qtsplus import find_query_mask
@@ -106,10 +105,6 @@ class CachedPrompt(KeptColumns):
             rope_deltas=prompt.rope_deltas,
             ids=prompt.input_ids,
         )
-
-    @staticmethod
-    def kept_with(cache: Cache | None) -> "CachedPrompt | None":
-        return getattr(cache, "qtsplus_prompt", None)
 
     def keep_with(self, cache) -> None:
         """Stores this on a cache. Selecting or repeating rows of the cache then does the same to this."""

@@ -224,7 +224,7 @@ class QTSplusGenerationMixin:
     ) -> None:
         """Prepares for a prompt whose beginning is cached, if nothing of that was dropped."""
         length = cache.get_seq_length()
-        cached_prompt = CachedPrompt.kept_with(cache)
+        cached_prompt = getattr(cache, "qtsplus_prompt", None)
         if visual.given or (cached_prompt is not None and not cached_prompt.is_whole):
             raise ValueError(
                 f"The cache holds {length} columns of an earlier prompt: expected an empty one. Each question chooses "

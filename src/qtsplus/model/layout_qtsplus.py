@@ -255,7 +255,7 @@ class QTSplusBackboneMixin:
         is_video = input_ids == self.config.video_token_id
         return is_image * IMAGE + is_video * VIDEO
 
-    def line_length(self, modality: int, grid: Grid) -> int:
+    def line_length(self, grid: Grid) -> int:
         """Tokens in front of each newline among the placeholders; 0 where there are none."""
         return 0
 
@@ -263,7 +263,7 @@ class QTSplusBackboneMixin:
         """The images or videos of a batch as spans whose place in the prompt is still to be found."""
         spans = []
         for index, grid in enumerate(grids):
-            span = VisualSpan(modality, index, 0, grid, line=self.line_length(modality, grid))
+            span = VisualSpan(modality, index, 0, grid, line=self.line_length(grid))
             if not self.frames_apart or modality == IMAGE:
                 spans.append(span)
                 continue

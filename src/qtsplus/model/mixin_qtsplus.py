@@ -338,7 +338,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if cache is not None:
             # A step of decoding that brings its position need not wait for the count; any that are cached count as 1.
             needs_count = (
-                position_ids is None or inputs_embeds.shape[1] > 1 or CachedPrompt.kept_with(cache) is not None
+                position_ids is None or inputs_embeds.shape[1] > 1 or getattr(cache, "qtsplus_prompt", None) is not None
             )
             past_length = int(cache.get_seq_length()) if needs_count else 1
         if past_length == 0 and not selected:
@@ -352,7 +352,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _behind(self, cache, past_length: int, input_ids, inputs_embeds, attention_mask, position_ids) -> tuple:
         """The mask, and the positions of new tokens `[B, S]`, behind what is cached."""
         rope_deltas = None
-        prompt = CachedPrompt.kept_with(cache)
+        prompt = getattr(cache, "qtsplus_prompt", None)
         if past_length == 0 and cache is not None:  # a new cache, or one that has been reset
             cache.qtsplus_prompt = None
         elif prompt is not None:

@@ -267,7 +267,7 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
     def patches_per_row(self) -> int:
         return (self.config.vision_config.image_size // self.config.vision_config.patch_size) ** 2
 
-    def line_length(self, modality: int, grid: tuple[int, int, int]) -> int:
+    def line_length(self, grid: tuple[int, int, int]) -> int:
         return math.prod(grid) if self.config.video_newline == "video" else grid[2]
 
     @property
