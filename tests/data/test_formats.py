@@ -207,6 +207,13 @@ def test_broken_conversations_are_named(turns, message, tmp_path):
     assert row.id == "5"
 
 
+def test_a_conversation_about_an_image_is_not_one_about_nothing(tmp_path):
+    path = tmp_path / "llava.json"
+    path.write_text(json.dumps([{"image": "a.jpg", "conversations": [HUMAN, GPT]}]))
+    with pytest.raises(ValueError, match="Row 1 of .* is not a record: it is about an image; expected a conversation"):
+        read_records(path)
+
+
 @pytest.mark.parametrize("text", ['[{"a": 1}', '[{"a": 1} {"a": 2}]', "[nonsense]", '[{"a": 1}] {}', '[{"a": 1}, '])
 def test_a_broken_array_ends_the_reading(text, tmp_path):
     (tmp_path / "set.json").write_text(text)

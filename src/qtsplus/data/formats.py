@@ -182,6 +182,8 @@ def _without_nulls(value):
 
 
 def _from_llava(row: Mapping) -> Record:
+    if "image" in row:
+        raise ValueError("it is about an image; expected a conversation about a video, or about none.")
     turns = validated(list[_Turn], row["conversations"], "conversations.")
     speakers = [turn["from"] for turn in turns]
     if not turns or speakers != ["human", "gpt"] * (len(turns) // 2):
