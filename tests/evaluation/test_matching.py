@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def test_the_likeliest_option_is_an_option(loaded, tiny_mp4, kept):
     (outcome,) = evaluate_records(*loaded, [record], retention=kept, matcher=gives_answer, by_likelihood=True)
     assert outcome.said in ("A", "B", "C")
     assert outcome.correct == (outcome.said == "B")
+    with pytest.raises(ValueError, match="'Which. A. red' does not name its options"):
+        evaluate_records(*loaded, [replace(record, question="Which? A. red")], by_likelihood=True)
     (free,) = evaluate_records(*loaded, [record], retention=kept, matcher=gives_answer)
     assert free.said not in ("A", "B", "C"), "the tiny model says colours unless it has to choose"
 

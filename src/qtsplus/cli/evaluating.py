@@ -74,7 +74,7 @@ def evaluate(
         )
         return
     table = Table("kind", "questions", "videos", "accuracy", "95% interval", "kept")
-    for kind, row in (summary["kinds"] | {"all": summary}).items():
+    for kind, row in [*summary["kinds"].items(), ("all", summary)]:
         table.add_row(
             kind,
             str(row["questions"]),

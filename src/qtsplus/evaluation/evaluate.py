@@ -13,7 +13,7 @@ from ..asking.choice import Choice
 from ..asking.question import Question, check_question
 from ..asking.session import answer_file
 from ..common.files import first_line
-from ..data.records import VideoRecord
+from ..data.records import VideoRecord, options_by_letter
 from ..model.methods_qtsplus import MethodOrName
 from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
@@ -54,12 +54,17 @@ def evaluate_records(
         by_likelihood: if a record has options, its answer is the letter that the model finds most likely.
 
     Raises:
-        ValueError: for a folder of frames whose record has no rate; for a question longer than the model's positions.
+        ValueError: for a folder of frames whose record has no rate; for a question longer than the model's positions;
+            by likelihood for a question that does not name its options.
     """
     max_new_tokens = 0 if matcher is is_exact else SENTENCE
     for record in records:
         if record.fps is None and os.path.isdir(str(record.video)):
             raise ValueError(f'{record.video} is a folder of frames: give its rate in its records, such as "fps": 2.')
+        if by_likelihood and record.options:
+            shown = " ".join(record.question.casefold().split())
+            if not all(option in shown for option in options_by_letter(record.options).values()):
+                raise ValueError(f"{record.question!r} does not name its options: their letters would say nothing.")
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
     choice = Choice(retention=retention, selection=selection)
