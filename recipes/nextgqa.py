@@ -47,6 +47,7 @@ def main() -> None:
     # NExT-GQA has the text of the answer. NExT-QA has its number, which may also be the text of an option.
     has_numbers = all(row["answer"].isdecimal() for row in rows)
     left_out = []
+    with_evidence = 0
     with whole_file(given.out) as out:
         # The questions about a video follow each other, so that the first rows are about few videos.
         for row in sorted(rows, key=video_of):
@@ -58,9 +59,12 @@ def main() -> None:
                 left_out.append(f"{row['qid']} about {video_of(row)}: {error}")
             else:
                 out.write(json.dumps(record) + "\n")
+                with_evidence += "evidence" in record
         if len(left_out) == len(rows):
             parser.error(f"no question of {given.questions} can be used, such as {left_out[0]}")
-    print(f"{given.out}: {len(rows) - len(left_out)} of {len(rows)} questions")
+        if given.moments and with_evidence == 0:
+            parser.error(f"{given.moments} has no moment of a question of {given.questions}; is it of another split?")
+    print(f"{given.out}: {len(rows) - len(left_out)} of {len(rows)} questions, {with_evidence} with evidence")
     if left_out:
         print(f"Left out: {len(left_out)}, such as {left_out[0]}", file=sys.stderr)
     missing = sorted({video_of(row) for row in rows} - places.keys())

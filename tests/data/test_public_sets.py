@@ -31,7 +31,11 @@ REFUSED = """sharegptvideo.py tool.jsonl out.jsonl
 controls.py alone.jsonl
 nextgqa.py rows.jsonl out.jsonl
 nextgqa.py cut.csv out.jsonl
-nextgqa.py val.csv out.jsonl --moments val.csv"""
+nextgqa.py val.csv out.jsonl --moments val.csv
+nextgqa.py val.csv out.jsonl --moments other.json
+compare.py val.csv val.csv
+compare.py own.json map.json
+compare.py own.json fewer.json"""
 PLACES = {"111": "0101/111", "222": "0016/222"}
 CONVERSATION = {
     "video": "v_abc-Scene-011",
@@ -97,6 +101,9 @@ def test_sets_that_cannot_be_used_are_refused_in_words(convert, capsys):
     Path("tool.jsonl").write_text('{"video": "a", "conversations": [{"from": "tool", "value": "{}"}]}')
     Path("alone.jsonl").write_text(ALONE)
     Path("cut.csv").write_text(QUESTIONS[:-6])
+    Path("other.json").write_text(json.dumps({"333": MOMENTS["111"]}))
+    Path("own.json").write_text(evaluation([True, False]))
+    Path("fewer.json").write_text(evaluation([True]))
     for command in REFUSED.splitlines():
         with pytest.raises(SystemExit):
             convert(*command.split())
@@ -106,6 +113,26 @@ def test_sets_that_cannot_be_used_are_refused_in_words(convert, capsys):
     assert "rows.jsonl has the columns" in shown
     assert "row 3 of cut.csv has not as many values as there are columns" in shown
     assert "val.csv is not JSON that can be read" in shown
+    assert "other.json has no moment of a question of val.csv" in shown
+    assert "map.json: answers" in shown
+    assert "fewer.json has other questions than own.json" in shown
+
+
+def evaluation(rights):
+    """What `qtsplus eval --json` prints, of a question about each of so many videos."""
+    answers = [{"video": f"{number}.mp4", "question": "Who?", "correct": right} for number, right in enumerate(rights)]
+    return json.dumps({"answers": answers})
+
+
+def test_evaluations_are_compared_question_by_question(convert, capsys):
+    """Of 40 videos 10 more are right and none less: an interval over 0, where two separate ones overlap."""
+    Path("own.json").write_text(evaluation([number < 20 for number in range(40)]))
+    Path("other.json").write_text(evaluation([number < 10 for number in range(40)]))
+    convert("compare.py", "own.json", "other.json", "own.json")
+    own, other, same = capsys.readouterr().out.splitlines()
+    assert own == "own.json: 50.0% of 40 questions about 40 videos"
+    assert other.startswith("other.json: 25.0%, +25.0% [+12.5%, ")
+    assert same == "own.json: 50.0%, +0.0% [+0.0%, +0.0%]"
 
 
 def test_questions_that_cannot_be_used_are_left_out_and_counted(convert, capsys):
