@@ -84,7 +84,7 @@ class Questions:
         return sorted({str(name) for content in contents for name in content} - QuestionRow.model_fields.keys())
 
 
-def read_questions(path: Path, media_root: Path | None = None) -> Questions:
+def read_questions(path: Path, media_root: Path | None) -> Questions:
     """Reads JSONL, JSON, CSV or Parquet; relative videos lie beside the file, or under the media root."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected a file of questions, such as JSONL, CSV or Parquet.")
@@ -150,10 +150,10 @@ class Asker:
     """A model and how it is asked where a row does not say, as for [`loading.load`] and [`answer_file`]."""
 
     model: str
-    revision: str | None = None
-    device: str | None = None
-    dtype: str = "auto"
-    fps: float | None = None
+    revision: str | None
+    device: str | None
+    dtype: str
+    fps: float | None
     choice: Choice = Choice()
     max_new_tokens: int | None = None
     questions: str = ""  # the file, of which the answers go on

@@ -41,7 +41,7 @@ _KINDS = {
 class TokenClock(BaseStreamer):
     """Notes when the first new token comes, and hands every token on; `generate` puts the prompt before it."""
 
-    def __init__(self, streamer: BaseStreamer | None = None) -> None:
+    def __init__(self, streamer: BaseStreamer | None) -> None:
         self.streamer = streamer
         self.puts = 0
         self.started = float("nan")

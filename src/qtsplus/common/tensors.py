@@ -37,7 +37,7 @@ def in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def digest_of(tensors: Tensors, settings=None) -> str:
+def digest_of(tensors: Tensors, settings) -> str:
     """A hash of tensors by name, in their order, and of settings that JSON can hold."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in tensors.items():

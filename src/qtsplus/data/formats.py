@@ -99,7 +99,7 @@ def read_records(
     return records
 
 
-def media_folder(path: AnyPath, media_root: AnyPath | None = None) -> Path:
+def media_folder(path: AnyPath, media_root: AnyPath | None) -> Path:
     """The folder with the videos of a set: the media root, or the file's folder. Raises `ValueError` if missing."""
     if media_root is None:
         return Path(path).parent

@@ -217,7 +217,7 @@ class Clock:
             self.end = max(pts) + self._apart
 
 
-def with_next(items: Iterable, live: bool = False) -> Iterator[tuple]:
+def with_next(items: Iterable, live: bool) -> Iterator[tuple]:
     """Pairs of an item and the next one, which is `None` after the last, and always if `live`: nothing waits for it."""
     if live:
         return ((item, None) for item in items)

@@ -403,7 +403,7 @@ def lay_out(
     model: QTSplusBackboneMixin,
     visual: VisualInputs,
     input_ids: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | None,
     position_ids: Tensor | None = None,
 ) -> Layout:
     """

@@ -249,7 +249,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in about]
         return processed, texts
 
-    def query_mask(self, input_ids, questions: Sequence[Question] | None = None):
+    def query_mask(self, input_ids, questions: Sequence[Question] | None):
         """
         `[B, S]` like `input_ids`, whose rows have different lengths if they are lists; padding is special.
         Where the conversations are known, `questions` says where each one's is.

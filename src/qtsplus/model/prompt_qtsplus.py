@@ -228,7 +228,7 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
 def find_questions(
     model: "QTSplusBackboneMixin",
     layout: Layout,
-    query_mask: Tensor | None = None,
+    query_mask: Tensor | None,
 ) -> list[Tensor]:
     """
     Per row `[S_b]` bool on the host, which of its tokens are the question.

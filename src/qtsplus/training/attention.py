@@ -105,7 +105,7 @@ def note_attention(
     model: nn.Module,
     inputs: Mapping,
     labels: Tensor,
-    choice: AttentionChoice = EVERY_HEAD,
+    choice: AttentionChoice,
 ) -> "list[NotedRow]":
     """The rows of a batch, with the attention of [`answer_attention`] by head."""
     base = base_model(model).model
