@@ -118,3 +118,12 @@ def test_the_command_asks_a_judge(judge_server, tiny_mp4, tiny_published, tmp_pa
     incomplete = CliRunner().invoke(app, [*line, "--judge", address])
     assert incomplete.exit_code == 2
     assert "--match judge, --judge and --judge-model belong together" in incomplete.stderr
+
+
+def test_a_kind_that_is_called_all_has_its_own_row(tiny_mp4, tiny_published, tmp_path):
+    records = tmp_path / "records.jsonl"
+    rows = [{"video": str(tiny_mp4), "question": "Who?", "answer": "Ann", "kind": kind} for kind in ("all", "who")]
+    records.write_text("\n".join(map(json.dumps, rows)))
+    shown = CliRunner().invoke(app, ["eval", str(records), "--model", str(tiny_published)]).stdout
+    kinds = [line.split()[1] for line in shown.splitlines() if "0.0%" in line]
+    assert kinds == ["all", "who", "all"]
