@@ -88,11 +88,11 @@ class TinyWorldDataset(VideoQADataset):
         """See [`read_tinyworld`]."""
         return read_tinyworld(path, media_root)
 
-    def example(self, record: VideoRecord) -> dict[str, Any] | None:
+    def example(self, record: VideoRecord) -> dict[str, Any]:
         """As for [`VideoQADataset`], with the dense supervision."""
         example = super().example(record)
-        if example is None:
-            return None
+        if "skipped" in example:
+            return example
         if self.targets is not None and record.video is not None:
             example |= self.targets.load(record, example)
         if not isinstance(record, TinyWorldRecord):
@@ -112,7 +112,7 @@ class TinyWorldDataset(VideoQADataset):
 class TinyWorldCollator(VideoQACollator):
     """As [`VideoQACollator`], with the dense supervision."""
 
-    def __call__(self, examples: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """
         Returns:
             as [`VideoQACollator`]; and a list of the rows' `token_words` if any row has them (`None` for the others),
@@ -120,7 +120,7 @@ class TinyWorldCollator(VideoQACollator):
             (`None` for the others), and of their `attention` `[M]` if any row has a target (empty for the others).
         """
         batch = super().__call__(examples)
-        rows = [example for example in examples if example is not None]
+        rows = [example for example in examples if "skipped" not in example]
         if any("token_words" in row for row in rows):
             batch["token_words"] = [row.get("token_words") for row in rows]
         if any("needles" in row for row in rows):

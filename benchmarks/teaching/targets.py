@@ -63,7 +63,7 @@ def note_targets(model: Any, dataset: VideoQADataset, args: QTSplusTrainingArgum
         for index in range(state.process_index, len(dataset), state.num_processes):
             record = dataset.records[index]
             example = VideoQADataset.example(dataset, record)
-            if record.video is None or example is None or targets.load(record, example):
+            if record.video is None or "skipped" in example or targets.load(record, example):
                 continue
             batch = collate([example])
             del batch["skipped"], batch["source_ids"]

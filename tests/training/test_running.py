@@ -84,7 +84,8 @@ def test_metrics_are_no_result_and_pipes_have_no_bars(recipe_file, record, broke
     warnings = []
     monkeypatch.setattr("qtsplus.training.dataset.logger.warning_once", warnings.append)
     write_records(tmp_path / "train.jsonl", record, record, record, broken)
-    result = train(recipe_file, "training.max_skipped=0.3", "training.per_device_train_batch_size=4")
+    settings = ["training.per_device_train_batch_size=4", "training.dataloader_num_workers=1"]
+    result = train(recipe_file, "training.max_skipped=0.3", *settings)
     assert result.exit_code == 0, result.output
     assert "".join(result.stdout.split()) == f"Wrote{tmp_path}/run"
     assert "'loss_lm'" in result.stderr

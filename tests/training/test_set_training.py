@@ -59,7 +59,7 @@ def test_a_batch_mixes_items_and_answers(sets, tiny_processor):
     batch = VideoQACollator(tiny_processor)(examples)
     sources = [SOURCES[index] for index in batch["source_ids"]]
     assert sources == ["mcq", "mcq", "vqa", "vqa"]
-    assert batch["skipped"] == 0
+    assert batch["skipped"] == []
     prompt = tiny_processor.tokenizer.decode(batch["input_ids"][0])
     assert "\nB. blue\n" in prompt
     assert "Answer with the letter." in prompt

@@ -21,7 +21,7 @@ from ..data.records import check_shown
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..model.sampling_qtsplus import Sampling
 from ..training.attention import AttentionChoice, note_attention
-from ..training.dataset import VideoQACollator, VideoQADataset
+from ..training.dataset import VideoQACollator, VideoQADataset, warn_skipped
 from ..training.features import encode_files
 from ..video.encoded import EncodedVideo, open_chunks, with_bar
 from .evaluate import evaluate_records
@@ -105,7 +105,7 @@ def calibrate(
     with tempfile.TemporaryDirectory() as folder:
         videos = [question.video for question in questions]
         dataset = VideoQADataset([], processor, features=encode_files(model, processor, videos, folder))
-        readable = [question for question in questions if dataset.example(question.record)]
+        readable = [question for question in questions if not warn_skipped(dataset.example(question.record))]
         measured, checked = halves([with_edges(processor, question) for question in readable])
 
         def measure_single(positions: str) -> Found:
@@ -227,8 +227,7 @@ def _attention_by_head(
     choice = AttentionChoice(positions=positions)
     for question in with_bar(questions, "Reading with all tokens"):
         inputs = collate([dataset.example(question.record)])
-        del inputs["skipped"]
-        del inputs["source_ids"]
+        del inputs["skipped"], inputs["source_ids"]
         (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
         shown = sighting_tokens(question.sightings, grid, question.edges)
         about = [seen for one in questions if one.video == question.video for seen in one.sightings]

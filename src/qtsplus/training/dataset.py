@@ -62,21 +62,21 @@ class VideoQADataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int | None) -> Inputs | None:
+    def __getitem__(self, index: int | None) -> Inputs:
         """See [`example`](VideoQADataset.example); nothing at all, `{}`, is at the index `None`."""
         if index is None:
             return {}
         return self.example(self.records[index])
 
-    def example(self, record: VideoRecord) -> Inputs | None:
+    def example(self, record: VideoRecord) -> Inputs:
         """
         A record, not necessarily of the dataset, as a model's inputs.
 
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
-            `second_per_grid_ts` `[1]`; and `source`. `None`, with a warning that says why, for a video that cannot be
-            read, and for a prompt that leaves no room for its answer.
+            `second_per_grid_ts` `[1]`; and `source`. Only `skipped`, a list of the reason, for a video that cannot be
+            read, and for a prompt that leaves no room for its answer; see [`warn_skipped`].
         """
         name = record.video or record.question
         try:
@@ -85,8 +85,7 @@ class VideoQADataset(Dataset):
             if record.video is None or is_readable(record.video):
                 # Not the file's fault: a wrong setting must not turn into an empty dataset.
                 raise ValueError(f"The record of {name} cannot be used: {error}") from error
-            logger.warning_once(f"Skipped {name}: {error}")
-            return None
+            return {"skipped": [f"Skipped {name}: {error}"]}
 
         prompt = inputs["input_ids"][0]
         answer = list(self.processor.text_ids(record.answer))
@@ -100,8 +99,7 @@ class VideoQADataset(Dataset):
             length = int((is_text.cumsum(0) <= self.model_max_length).sum())
         if length <= len(prompt):
             most = self.model_max_length
-            logger.warning_once(f"Skipped {name}: its prompt leaves no room for an answer within {most} tokens.")
-            return None
+            return {"skipped": [f"Skipped {name}: its prompt leaves no room for an answer within {most} tokens."]}
         example: Inputs = {
             "input_ids": input_ids[:length],
             "labels": labels[:length],
@@ -147,11 +145,21 @@ class VideoQADataset(Dataset):
         return labels
 
 
+def warn_skipped(inputs: Inputs) -> int:
+    """
+    Warns once, in the process that trains, of each record that an example or a batch had to leave out; their number.
+    """
+    reasons = inputs.get("skipped", ())
+    for reason in reasons:
+        logger.warning_once(reason)
+    return len(reasons)
+
+
 class VideoQACollator:
     """
-    Pads examples of [`VideoQADataset`] on the right. Skipped records (`None`) are left out and counted in the batch. A
-    batch of nothing else becomes one row of text without a label, so that the processes of a distributed run stay in
-    step. So does each empty example (`{}`), which counts as no record.
+    Pads examples of [`VideoQADataset`] on the right. Skipped records are left out, and the batch says why. A batch of
+    nothing else becomes one row of text without a label, so that the processes of a distributed run stay in step. So
+    does each empty example (`{}`), which counts as no record.
     """
 
     def __init__(self, processor):
@@ -164,16 +172,16 @@ class VideoQACollator:
             "source": SOURCES[0],
         }
 
-    def __call__(self, examples: Sequence[Inputs | None]) -> Inputs:
+    def __call__(self, examples: Sequence[Inputs]) -> Inputs:
         """
         Returns:
             `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
             `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
             videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
-            `skipped`, the number of records that were left out.
+            `skipped`, a list of the reasons for which records were left out.
         """
-        rows = [dict(example or self._blank) for example in examples if example is not None]
-        skipped = len(examples) - len(rows)
+        rows = [dict(example or self._blank) for example in examples if "skipped" not in example]
+        skipped = [reason for example in examples for reason in example.get("skipped", ())]
         if not rows:
             rows.append(dict(self._blank))
         padding = {

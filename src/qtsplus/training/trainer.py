@@ -20,7 +20,7 @@ from ..model.budget_qtsplus import DOUBLINGS, kept_count
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences
-from .dataset import IGNORED, VideoQACollator, VideoQADataset
+from .dataset import IGNORED, VideoQACollator, VideoQADataset, warn_skipped
 from .freezing import prepare_parts, score_parameters
 from .lora import active_selector, base_model, save_selector_config
 from .sharding import choose_layers, keep_gathered, layer_class
@@ -130,14 +130,14 @@ class QTSplusTrainer(Trainer):
         if any(weight.requires_grad for weight in score_weights):
             self.selector_config.seen_threshold = None
             self.selector_config.seen_area = None
-        check_relevance(base, self.args)
+        check_relevance(base, args)
         self.skipped = 0  # records of this process that could not be used
         names = self.loss_names + _BUDGET + ("loss", "skipped")
         # In training (`True`) and in evaluation (`False`).
-        self.running = {training: RunningMeans(names, self.args.device) for training in (True, False)}
+        self.running = {training: RunningMeans(names, args.device) for training in (True, False)}
         self._retention: float | None = None
-        self._longest = torch.zeros(1, device=self.args.device)  # seconds of the longest video so far, in this process
-        self.budget = RhoControl(self.selector, self.args, self.running)
+        self._longest = torch.zeros(1, device=args.device)  # seconds of the longest video so far, in this process
+        self.budget = RhoControl(self.selector, args, self.running)
         self.add_callback(_StepCallback(self))
 
     # --- The objective ---
@@ -149,7 +149,7 @@ class QTSplusTrainer(Trainer):
         for batch in batches:
             counts += self._count(batch).to(counts.device)
             self._longest = torch.maximum(self._longest, _longest_video(batch).to(self._longest))
-            self.skipped += batch.get("skipped", 0)
+            self.skipped += warn_skipped(batch)
         epochs = int(self.state.epoch or 0) + 1
         dataset: Any = self.train_dataset
         records = epochs * len(dataset)
@@ -249,7 +249,7 @@ class QTSplusTrainer(Trainer):
         running = self.running[False]
         supervised = inputs["labels"] != IGNORED
         running.add("loss", loss.expand(int(supervised.sum())))
-        skipped = inputs.get("skipped", 0)
+        skipped = warn_skipped(inputs)
         records = skipped + int(supervised.any(1).sum())
         running.add("skipped", torch.arange(records) < skipped)
         if prediction_loss_only:
