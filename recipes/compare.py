@@ -1,14 +1,14 @@
 """
-Compares evaluations of the same questions, such as those of `controls.py`:
+Compares one evaluation with others of the same questions, such as those of `controls.py`:
 
     python recipes/compare.py own.json other-question.json other-video.json untrained.json
 
-Each file is what `qtsplus eval ... --json` printed. Its share of right answers is printed, and by how much the first
-file's share is higher, with the 95% interval of that difference. If the whole interval is above 0, the first is better.
+Each file is what `qtsplus eval ... --json` printed. For the first file, its share of right answers is printed; for each
+other file its own share, by how many points the first file's share is higher, and in brackets the 95% interval of this
+difference. If the whole interval is above 0, the first file is better.
 
-The files have the same questions. So the difference is taken question by question, which is more exact than two
-separate intervals. Questions about one video depend on each other, so the interval is found by drawing whole videos,
-with replacement, 10,000 times.
+The difference is taken question by question, which is more exact than to compare two separate intervals. Questions
+about one video depend on each other, so the interval is found by drawing whole videos, with replacement, 10,000 times.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DRAWS = 10_000
 
 
 class Answered(TypedDict):
-    """What an evaluation says of a question."""
+    """A question in the output of an evaluation, and whether the model's answer is right."""
 
     video: str
     question: str
@@ -35,27 +35,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path, help="what `qtsplus eval --json` printed for the selector itself")
     parser.add_argument("others", type=Path, nargs="+", help="what it printed for each control")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        first = read_answers(given.first)
+        first = read_answers(arguments.first)
         videos = [answer["video"] for answer in first]
         if len(set(videos)) < 2:
-            raise ValueError(f"{given.first} is about one video; expected two at least")
-        right = rights(first)
-        print(f"{given.first}: {right.mean():.1%} of {len(right)} questions about {len(set(videos))} videos")
-        for path in given.others:
+            raise ValueError(f"{arguments.first} is about one video; expected two at least")
+        right = right_answers(first)
+        print(f"{arguments.first}: {right.mean():.1%} of {len(right)} questions about {len(set(videos))} videos")
+        for path in arguments.others:
             other = read_answers(path)
-            if names(other) != names(first):
-                raise ValueError(f"{path} has other questions than {given.first}, or another order")
-            differences = right - rights(other)
+            if questions_of(other) != questions_of(first):
+                raise ValueError(f"{path} has other questions than {arguments.first}, or another order")
+            other_right = right_answers(other)
+            differences = right - other_right
             low, high = interval(differences, videos)
-            print(f"{path}: {rights(other).mean():.1%}, {differences.mean():+.1%} [{low:+.1%}, {high:+.1%}]")
+            print(f"{path}: {other_right.mean():.1%}, {differences.mean():+.1%} [{low:+.1%}, {high:+.1%}]")
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
 def read_answers(path: Path) -> list[Answered]:
-    """The answers of an evaluation; a `ValueError` for another file."""
+    """The answers of an evaluation; a `ValueError` for a file that `qtsplus eval --json` did not print."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -65,20 +66,23 @@ def read_answers(path: Path) -> list[Answered]:
     return validated(list[Answered], content.get("answers"), f"{path}: answers: ")
 
 
-def names(answers: list[Answered]) -> list[tuple[str, str]]:
+def questions_of(answers: list[Answered]) -> list[tuple[str, str]]:
     return [(answer["video"], answer["question"]) for answer in answers]
 
 
-def rights(answers: list[Answered]) -> np.ndarray:
-    """`[questions]`, 1 where the answer is right, else 0."""
+def right_answers(answers: list[Answered]) -> np.ndarray:
+    """`[questions]` float64: 1 where the answer is right, else 0."""
     return np.array([float(answer["correct"]) for answer in answers])
 
 
 def interval(differences: np.ndarray, videos: list[str]) -> tuple[float, float]:
-    """The 95% interval of the mean, by drawing videos with all of their questions."""
-    _, places = np.unique(videos, return_inverse=True)
-    sums = np.bincount(places, differences)
-    counts = np.bincount(places)
+    """
+    The 95% interval of the mean of the `[questions]` differences, by drawing videos with all of their questions.
+    `videos` has the video of each question.
+    """
+    _, video_indices = np.unique(videos, return_inverse=True)
+    sums = np.bincount(video_indices, differences)
+    counts = np.bincount(video_indices)
     rng = np.random.default_rng(0)
     means = []
     for _ in range(DRAWS):

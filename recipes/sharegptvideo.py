@@ -25,22 +25,22 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the JSONL file to write")
     parser.add_argument("--captions", action="store_true", help="the answers are captions of their videos")
     parser.add_argument("--limit", type=int, help="so many rows, the first ones; without it all")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     count = 0
     try:
-        with whole_file(given.out) as out:
-            for row in islice(iter_rows(given.rows), given.limit):
+        with whole_file(arguments.out) as out:
+            for row in islice(iter_rows(arguments.rows), arguments.limit):
                 if not isinstance(row.record, VideoRecord) or row.record.video is None:
                     problem = row.problem or "it names no video"
-                    raise ValueError(f"row {row.number} of {given.rows} ({row.id}) cannot be used: {problem}")
-                record = make_record(row.record, given.captions)
+                    raise ValueError(f"row {row.number} of {arguments.rows} ({row.id}) cannot be used: {problem}")
+                record = make_record(row.record, arguments.captions)
                 out.write(json.dumps(record) + "\n")
                 count += 1
             if count == 0:
-                raise ValueError(f"{given.rows} has no row")
+                raise ValueError(f"{arguments.rows} has no row")
     except ValueError as error:
         parser.error(str(error))
-    print(f"{given.out}: {count} records")
+    print(f"{arguments.out}: {count} records")
 
 
 def make_record(row: VideoRecord, is_caption: bool) -> dict:

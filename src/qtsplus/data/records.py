@@ -23,42 +23,43 @@ from ..common.validation import check_inside, show, validated
 if TYPE_CHECKING:
     from ..model.video_qtsplus import AboutVideo
 
-ROUNDED = 1.0  # seconds by which evidence may end after its video
-LETTERS = "ABCD"
+ROUNDING = 1.0  # evidence may end this many seconds after its video, since annotated times are often rounded
 SOURCES = ("mcq", "vqa", "caption")
 
+# A `Choice` has these options, and its prompt ends with this instruction.
+LETTERS = "ABCD"
 Letter = Literal["A", "B", "C", "D"]
-
 INSTRUCTION = "Answer with the letter."
 
 
-def _filled(text: str) -> str:
+def _check_filled(text: str) -> str:
     if not text.strip():
         raise ValueError("is empty; expected some text")
     return text
 
 
-String = Annotated[str, Field(min_length=0)]  # a field with a limit takes valid Unicode alone, as tokenizers do
-Text = Annotated[String, AfterValidator(_filled)]
-RowId = Annotated[String, Field(coerce_numbers_to_str=True)]  # tables number their rows
+# Tokenizers take valid Unicode only. Pydantic checks that for texts with a limit of length, even of 0.
+String = Annotated[str, Field(min_length=0)]
+Text = Annotated[String, AfterValidator(_check_filled)]
+RowId = Annotated[String, Field(coerce_numbers_to_str=True)]  # the rows of a table may have numbers as ids
 VisionId = Annotated[Text, AfterValidator(check_inside)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-Second = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # on a player's clock
+Second = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # a time as a player shows it
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class VisionRecord(BaseModel):
-    """What captions, choices and answers share; further keys of a row are ignored."""
+    """The fields that captions, choices and free answers share; other keys of a row are ignored."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
-    vision_id: VisionId  # a file or a folder of frames under the media root, with its suffix or without
+    vision_id: VisionId  # a file, with or without its suffix, or a folder of frames; under the media root
     id: RowId | None = None
     fps: Positive | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
 
     def row(self) -> dict:
-        """The record as a line of a file has it, without what it does not say."""
+        """The record as a line of a file, without the fields that are `None`."""
         return self.model_dump(exclude_none=True)
 
 
@@ -77,7 +78,7 @@ class Choice(VisionRecord):
     type: String | None = None
     difficulty: String | None = None
     rationale: String | None = None  # why the answer is right
-    evidence: String | None = None  # the words of the caption that show it
+    evidence: String | None = None  # words of the caption that show the answer; not times, see [`parse_needles`]
 
     @model_validator(mode="after")
     def _check_options(self) -> "Choice":
@@ -87,7 +88,7 @@ class Choice(VisionRecord):
         return self
 
     def prompt(self) -> str:
-        """The question with its options, a line each, and how to answer."""
+        """The question, each option on a line of its own, and the instruction."""
         lines = [self.question]
         for letter in get_args(Letter):
             lines.append(f"{letter}. {self.options[letter]}")
@@ -103,8 +104,9 @@ class FreeAnswer(VisionRecord):
     """A question about a video with a free answer; a line of QTS-VQA."""
 
     question: Text
-    answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))  # as the reference calls it
-    type: String | None = None  # of the [`Choice`] that the question comes from
+    answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))  # the reference says "prediction"
+    # Both are those of the [`Choice`] that the question comes from.
+    type: String | None = None
     difficulty: String | None = None
 
 
@@ -120,11 +122,12 @@ class VideoRecord:
     answer: String  # what the assistant says; the only part that is supervised, with the token that ends it
     query: Text | None = None  # the text to select by, such as the question without its options
     kind: String = ""  # free label of the question's kind
-    source: Literal["mcq", "vqa", "caption"] = "vqa"  # whose loss it counts to
+    source: Literal["mcq", "vqa", "caption"] = "vqa"  # the loss that it counts to
     options: tuple[Text, ...] | None = None  # for evaluation; `answer` is the text or the letter of one of them
-    # Turns of the conversation before this one, supervised too: many questions about a video cost one pass over it.
+    # The (question, answer) turns before this one, about the same video. They are supervised too, so many questions
+    # about a video cost one pass over it.
     earlier: tuple[tuple[String, String], ...] = ()
-    fps: Positive | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
+    fps: Positive | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
     id: RowId | None = None
 
     def __post_init__(self) -> None:
@@ -133,17 +136,20 @@ class VideoRecord:
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """The earlier questions and answers, in turn."""
+        """The earlier turns as one flat sequence: question, answer, question, answer, ..."""
         return tuple(chain.from_iterable(self.earlier))
 
     def row(self) -> dict:
-        """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""
+        """The record as a line of a file, without its empty fields; `video` and `answer` are always in it."""
         stated = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
         return {"video": None, "answer": ""} | stated
 
 
 def options_by_letter(options: Sequence[str]) -> dict[str, str]:
-    """The options as they are compared, by lower-case letter; a `ValueError` where two are equal or letters run out."""
+    """
+    The options, in the form in which they are compared, by their letter in lower case. A `ValueError` for fewer than
+    2 or more than 26 options, and for two that are equal in this form.
+    """
     texts = {letter: _option_text(letter, option) for letter, option in zip(ascii_lowercase, options, strict=False)}
     if not 1 < len(set(texts.values())) == len(options):
         raise ValueError(f"options is {show(list(options))}; expected 2 to 26 different texts")
@@ -152,8 +158,8 @@ def options_by_letter(options: Sequence[str]) -> dict[str, str]:
 
 def right_letter(answer: str, options: Sequence[str]) -> str:
     """
-    The lower-case letter of the option that an answer is: by its letter, see [`lone_letter`], or by its text. A
-    `ValueError` for an answer that is none of them.
+    The option that an answer names by its letter, see [`lone_letter`], or by its text; returned as its letter in lower
+    case. A `ValueError` for an answer that is neither the letter nor the text of an option.
     """
     by_letter = options_by_letter(options)
     alone = lone_letter(answer)
@@ -166,13 +172,13 @@ def right_letter(answer: str, options: Sequence[str]) -> str:
 
 
 def lone_letter(answer: str) -> str:
-    """The lower-case letter of an answer that is nothing else, such as "B", "b." and "(B)"; else empty."""
+    """The letter, in lower case, of an answer that is only a letter, such as "B", "b." and "(B)"; else empty."""
     letter = re.fullmatch(r"\(?([A-Za-z])[).:]*", answer.strip())
     return letter[1].lower() if letter else ""
 
 
 def _option_text(letter: str, option: str) -> str:
-    """An option as it is compared: "B. A  Rope." with the letter "b" is "a rope"."""
+    """An option in the form in which options are compared: "B. A  Rope." with the letter "b" is "a rope"."""
     return re.sub(rf"^\W?{letter}[.):\]] ", "", " ".join(option.casefold().split())).rstrip(".")
 
 
@@ -181,8 +187,8 @@ Record = Caption | Choice | FreeAnswer | VideoRecord
 
 def parse_record(row: object) -> Record:
     """
-    A row as the record that its keys name: `caption`, else `options` by letter, else `vision_id` or `video`; a
-    `ValueError` of one line for keys or values that no record has.
+    A row as a record. Without `vision_id` it is a [`VideoRecord`]; else a [`Caption`] if it has `caption`, a [`Choice`]
+    if it has `options`, and otherwise a [`FreeAnswer`]. A `ValueError` of one line for a row that is not such a record.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
@@ -200,7 +206,10 @@ def _kind_of(row: Mapping) -> type[Record]:
 
 
 def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
-    """The record as the model reads it, with the place of its media; a caption asks nothing: a `ValueError`."""
+    """
+    The record as the model reads it. `video` is the path or address of its video, by default the name in the record.
+    A `ValueError` for a caption, which asks nothing.
+    """
     if isinstance(record, VideoRecord):
         return replace(record, video=video or record.video)
     if isinstance(record, Caption):
@@ -226,11 +235,14 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
 
 @dataclass(frozen=True)
 class Sighting:
-    """Something seen; a `ValueError` for an empty box, and for an end before the start."""
+    """
+    When (in seconds) and where (in shares of the frame) something can be seen. A `ValueError` for an empty box, and for
+    an end before the start.
+    """
 
     start: Second
     end: Second
-    # Left, top, right and bottom in shares of the frame; the whole frame where only the time is known.
+    # Left, top, right and bottom; by default the whole frame, for evidence of which only the time is known.
     box: tuple[Share, Share, Share, Share] = (0.0, 0.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
@@ -242,18 +254,21 @@ class Sighting:
 
 
 def parse_needles(row: Mapping, name: str) -> list[list[Sighting]]:
-    """The `evidence` of a row, none if it has none; a `ValueError`, with its `name`, for evidence of another form."""
+    """
+    The `evidence` of a row, empty if it has none. Each needle is a thing that must be seen, as a list of its sightings:
+    any of them shows it. A `ValueError`, in which the evidence is called `name`, for another form.
+    """
     evidence = row.get("evidence") or []
     where = f"{name} is not a list of needles, each a list of sightings: "
     return validated(list[list[Sighting]], evidence, where)
 
 
 def check_shown(name: str, sightings: Iterable[Sighting], about: "AboutVideo") -> None:
-    """Raises `ValueError` for evidence, with its `name`, that is outside of its video."""
+    """Raises `ValueError`, in which the evidence is called `name`, if a sighting is outside of its video."""
     end = about.start + about.length
-    for seen in sightings:
-        if seen.start >= end or not about.start <= seen.end <= end + ROUNDED:
+    for sighting in sightings:
+        if sighting.start >= end or not about.start <= sighting.end <= end + ROUNDING:
             raise ValueError(
-                f"{name} is from {seen.start:g} to {seen.end:g} s; expected times of the video, which a player shows "
-                f"from {about.start:g} to {end:g} s."
+                f"{name} is from {sighting.start:g} to {sighting.end:g} s; expected times of the video, which a player "
+                f"shows from {about.start:g} to {end:g} s."
             )

@@ -19,19 +19,19 @@ from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
 from .matching import Matcher, is_exact
 
-SENTENCE = 64  # the most new tokens, at least, where an answer may be a sentence around the record's answer
+SENTENCE_TOKENS = 64  # at least so many new tokens are allowed if an answer may be a sentence
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A record's question, the model's answer, and whether it is right."""
+    """What came of asking a record's question: the model's answer, and whether it is right."""
 
     record: VideoRecord
     said: str = ""
-    visual_tokens: int = 0
-    kept_tokens: int = 0  # how many visual tokens the language model read
+    visual_tokens: int = 0  # of the whole video
+    kept_tokens: int = 0  # those that the language model read
     correct: bool = False
-    unreadable: str | None = None  # why it could not be asked or judged, such as a video that cannot be read
+    unreadable: str | None = None  # why the question could not be asked, or its answer not be judged
 
 
 def evaluate_records(
@@ -46,50 +46,57 @@ def evaluate_records(
     by_likelihood: bool = False,
 ) -> list[Outcome]:
     """
-    Asks the questions of records with a video, decodes greedily, and returns an outcome for each record. Each video is
-    encoded once for all of its questions; `batch_size` of them are asked at a time.
+    Asks the questions of records with a video, decodes greedily, and returns an outcome for each record, in the same
+    order. Each video is encoded once for all of its questions; `batch_size` of them are asked at a time.
 
     Args:
+        retention: the fraction of the visual tokens to keep; by default the model's own budget.
+        selection: the method that chooses them; by default the model's own.
         matcher: says whether a text gives a record's answer (`matching.py`).
-        by_likelihood: if a record has options, its answer is the letter that the model finds most likely.
+        by_likelihood: if a record has options, the model's answer is the letter of an option that it finds most likely
+            as the first token; otherwise it answers freely.
 
     Raises:
         ValueError: for a folder of frames whose record has no rate; for a question longer than the model's positions;
             by likelihood for a question that does not name its options.
     """
-    max_new_tokens = 0 if matcher is is_exact else SENTENCE
+    max_new_tokens = 0 if matcher is is_exact else SENTENCE_TOKENS
     for record in records:
         if record.fps is None and os.path.isdir(str(record.video)):
             raise ValueError(f'{record.video} is a folder of frames: give its rate in its records, such as "fps": 2.')
         if by_likelihood and record.options:
-            shown = " ".join(record.question.casefold().split())
-            if not all(option in shown for option in options_by_letter(record.options).values()):
+            question = " ".join(record.question.casefold().split())
+            if not all(option in question for option in options_by_letter(record.options).values()):
                 raise ValueError(f"{record.question!r} does not name its options: their letters would say nothing.")
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
     choice = Choice(retention=retention, selection=selection)
-    groups: dict[tuple, list[VideoRecord]] = {}  # by what the records that are asked together have in common
+    # Records are asked together if they have the same video and rate, and by likelihood the same letters to choose.
+    groups: dict[tuple, list[VideoRecord]] = {}
     for record in dict.fromkeys(records):
         letters = ascii_uppercase[: len(record.options or ())] if by_likelihood else ""
         groups.setdefault((str(record.video), record.fps, letters), []).append(record)
     outcomes = {}
-    for (video, fps, letters), asked in with_bar(groups.items(), "Asking"):
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    for (video, fps, letters), group in with_bar(groups.items(), "Asking"):
+        generation: dict[str, Any] = {"max_new_tokens": max_new_tokens}
         if letters:
             allowed = [processor.text_ids(letter)[0] for letter in letters]
-            options = {"max_new_tokens": 1, "prefix_allowed_tokens_fn": lambda row, written, allowed=allowed: allowed}
+            generation = {
+                "max_new_tokens": 1,
+                "prefix_allowed_tokens_fn": lambda row, written, allowed=allowed: allowed,
+            }
         results = answer_file(
             model,
             processor,
             video,
             Sampling(fps=fps),
-            [Question(record.question, record.query, record.turns, choice) for record in asked],
+            [Question(record.question, record.query, record.turns, choice) for record in group],
             batch_size=batch_size,
             do_sample=False,
-            **options,
+            **generation,
         )
         for number, result in results:
-            record = asked[number]
+            record = group[number]
             if isinstance(result, Answer):
                 outcomes[record] = _outcome(record, result, matcher)
             else:
@@ -102,7 +109,7 @@ def _outcome(
     answer: Answer,
     matcher: Matcher,
 ) -> Outcome:
-    """The outcome of an answer, which a judge may be unable to reply about."""
+    """The outcome of an answer. If a judge cannot be reached, the answer counts as wrong, with the reason."""
     correct = False
     problem = None
     try:
@@ -114,10 +121,15 @@ def _outcome(
 
 def tally(outcomes: Sequence[Outcome]) -> dict:
     """
-    Counts questions and videos, and gives the accuracy, its Wilson 95% interval and the kept fraction (`None` if no
-    video could be read): for all questions and for each kind. The interval counts videos, since questions about one
-    video are not independent. Videos about which questions could not be asked are listed with the reason of the first
-    and with the number of such questions.
+    What `qtsplus eval --json` prints beside the answers, for all questions and under `kinds` for each kind:
+
+    - `questions`, `videos`: how many there are.
+    - `accuracy`, `low`, `high`: the share of right answers and its Wilson 95% interval. The interval counts videos,
+      since questions about one video are not independent.
+    - `kept`: the fraction of the visual tokens that was kept, `None` if no video could be read.
+
+    `unreadable` lists each video about which questions could not be asked, or their answers not be judged, with the
+    reason for the first of these questions and their number.
     """
     by_kind: dict[str, list[Outcome]] = {}
     unreadable: dict[str, dict[str, Any]] = {}
@@ -149,7 +161,7 @@ def _row(outcomes: Sequence[Outcome]) -> dict:
 
 
 def _wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share among `count` independent things."""
+    """Wilson's 95% interval of a share of `count` independent observations."""
     square = 1.96**2
     total = count + square
     middle = (share * count + square / 2) / total

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 Matcher = Callable[[VideoRecord, str], bool]
 
-# --- From a text to its clauses (`_clauses`): "It isn't a cat; two dogs run." is "it is not cat" and "2 dogs run". ---
+# --- From a text to its clauses (`_clauses`), within which a denial counts: "It isn't a cat; two dogs run." becomes
+# the lines "it is not cat" and "2 dogs run". ---
 
 # Each table maps patterns to replacements, which are applied to a text in order.
 _PLAIN = {
@@ -28,32 +29,33 @@ _PLAIN = {
     r"\*\*|`": "",
     r"(?i)\b(?:(?:all|anything|everything) (?:but|except)|rather than|instead of|except)\b": "not",
     r"(?<=\w)/(?=\w)": " or ",
-    # Numbers that are not all words; `alpha2digit` reads the others.
+    # Numbers that mix digits and words, and exceptions to `alpha2digit`, which reads numbers in words afterwards
     r"(?<=\d),(?=\d{3}\b)|(?<=\d)\.0+\b": "",  # "1,000" and "5.0" are 1000 and 5
     r"(?i)(?<=\d)\.(\d) million\b": r"\g<1>00000",
     r"(?i)(?<=\d) million\b": "000000",
     r"(?i)(?<=\d) thousand\b": "000",
     r"(?i)(?<=\d) hundred\b": "00",
     r"(?i)\bhalf a million\b": "500000",
-    r"(?i)\b(hundred|thousand|million)s\b": r"\1_s",  # it would read "hundreds" as 100,
-    r"(?i)\b(one|two|three|four|five|six|seven|eight|nine|ten)-(?=[a-z])": r"\1 ",  # and not read "five-year-old"
+    r"(?i)\b(hundred|thousand|million)s\b": r"\1_s",  # `alpha2digit` would read "hundreds" as 100
+    r"(?i)\b(one|two|three|four|five|six|seven|eight|nine|ten)-(?=[a-z])": r"\1 ",  # it would not read "five-year-old"
     r"(?i)(?<!half )\ba dozen\b": "12",
     r"(?i)\bnone\b": "0",
 }
 _SPELLING = {
     r"\b([cdjlmnst]|qu)'(?=\w)": r"\1 ",  # French "l'église" is two words
-    # A comma inside of what is denied does not end the clause: "not a big, red car", "no cats, dogs or birds".
+    # Commas within a denied phrase are dropped, so that they end no clause: "not a big, red car", "no cats, dogs or
+    # birds"
     r"\b((?:not|without) an?|no) ([\w-]+),(?: ([\w-]+),)? "
     r"(?!(?:an?|the|it|he|she|they|there|this|that|i|we|you|but|so|only|just|\d+)\b)": r"\1 \2 \3 ",
 }
 _CLAUSE_END = r"""(?x)
     [.,;:!?] (?!\d) | [\n…—。，、；：！？।] | [ ]-+[ ]
-    # before a word that begins a clause, and before "and" if the next letter of an option has its own verb
+    # before a word that begins a clause, and before "and" if a marked letter with its own verb follows: "and @B is"
     | (?= \b (?:but|so|because|since|until|although|though|whereas|while|pero|sino|porque|mais|aber|sondern|weil) \b )
     | (?= \b and\ @\w\ (?:is|was|ca|does) \b )
 """
 _WORD = r"""(?x)
-    @\w |  # the marked letter of an option
+    @\w |  # the marked letter of an option, see `_MARKS`
     # Articles do not count; "A+" and "A#" are not articles.
     (?<!\w) (?! (?:an?|the)(?![\w'+\#]) )
     # the sign and the leading point of a number: "-5", ".5"
@@ -68,17 +70,17 @@ _WORD = r"""(?x)
 
 # --- What a clause says. Its words are separated by single spaces. ---
 
-# Behind one of these words, the rest of a clause is denied or uncertain, in English, Spanish, French or German.
+# After one of these words, the rest of a clause is denied or uncertain, in English, Spanish, French or German.
 _UNSURE = (
     "not|no|never|without|neither|nor|nothing|nobody|cannot|0|or|"
     "nunca|ni|sin|o|pas|jamais|sans|ou|nicht|kein|keine|keinen|nie|ohne|oder"
 )
-_YES_OR_NO = r"(?<!\S)(?:(yes|sí|oui|ja)|no|non|nein)(?!\S)"  # group 1 is empty for "no"
-# Where neither is said, a denial is "no", but "I do not know" is not.
+_YES_OR_NO = r"(?<!\S)(?:(yes|sí|oui|ja)|no|non|nein)(?!\S)"  # group 1 is a word for "yes"
+# Where neither is said, a denial is "no", but not "I do not know". Group 1 is empty, so that it counts as "no".
 _DENIED = r"(?<!\S)()(?:not(?! (?:sure|certain|clear|know|only)(?!\S))|nobody|nothing|never)(?!\S)"
-# A number, but not in "not 3", "more than 3" or "at least 3".
+# A whole number, but not that of "not 3", "more than 3" or "at least 3"
 _COUNT = r"(?<!\S)(?<!\bnot )(?<!\bnot exactly )(?<!\bcannot be )(?<!\bthan )(?<!\bat least )(?<!\bat most )\d+(?!\S)"
-# A text that begins with a number, which counts alone unless it begins the range "4 or 5".
+# A text that begins with a number: its other numbers do not count, unless the first begins a range such as "4 or 5".
 _FIRST_COUNT = r"(?s)\A(\d+)(?!\S| (?:or|to) \d).*"
 
 # --- Which letter a text chooses. Letters of options are marked: "(A)" and "B." become "option @A" and "@B.". ---
@@ -105,28 +107,33 @@ _MARKS = {
         )
         (?! [\w'+\#-] )
     """: r"@\g<0>",
-    r"(@\w) *[,&+] *(?=(?:and |or |option )*@)": r"\1 and ",  # a list of letters is in one clause,
-    r"(?i)\b(answer|choice)( is)?\s*[:\n=-]\s*": r"\1\2 ",  # and so are "Answer: A",
+    # Each of these stays in one clause: a list of letters, "Answer: A", and a letter with what is said of it, as in
     # "A: wrong" and "A. No, B."
+    r"(@\w) *[,&+] *(?=(?:and |or |option )*@)": r"\1 and ",
+    r"(?i)\b(answer|choice)( is)?\s*[:\n=-]\s*": r"\1\2 ",
     r"(?i)(@\w)\W+(?=(?:(?:it|that|this)(?: is|'s) )?(?:wrong|incorrect|false|no|wait|actually) *(?:[.,;:!?\n]|$))": (
         r"\1 "
     ),
 }
+# Words that rule out a letter; "than" and "over" do so in "B is better than A" and "B over A".
 _WRONG = r"\b(?:not|neither|nor|cannot|no|0|than|over|wrong|incorrect|false|wait|actually|nicht|pas)\b"
+# Words that declare an answer
 _ANSWER = (
     r"\b(?:answer(?:'s)?|boxed|pick|chose|choose|select|likely|probably|definitely|clearly|respuesta|réponse|antwort)\b"
 )
-# A letter is that of an option at the start of a clause, and behind these words. Behind others it is a part of a name,
-# as in "vitamin C".
+# A marked letter names an option at the start of a clause and after one of these words. After other words it is part of
+# a name, as in "vitamin C".
 _LINK = (
     rf"(?:{_ANSWER}|(?<=@\w)|\b(?:is|was|be|it|its|it's|that|thats|that's|i|i'd|i'll|think|say|should|would|could|must|"
     "does|ca|but|so|with|and|or|both|either|maybe|perhaps|are|were|options?|choice|letter|only|hence|therefore|thus|"
     r"es|est|ist)\b)"
 )
 _NAMED = rf"(?m)(?:^|{_LINK} )@(\w)"
-# "not A", "B, not A", and where no letter follows the denial "A is wrong"
+# The part of a clause that rules out its letters: the denial and what follows, as in "not A"; if no letter follows, the
+# whole clause, as in "A is wrong".
 _RULED_OUT = rf"(?m){_WRONG}.*@.*|^(?=.*@).*{_WRONG}(?!.*@).*"
-# The last clause that declares an answer, the clauses that end in a letter, and all clauses
+# Where the chosen letters are looked for, until some are found: in the last clause that declares an answer, in the
+# clauses that end in a letter, and in all clauses
 _CHOOSING = (rf"\A(?:.*\n)*(?=.*@)(.*{_ANSWER}.*)", r"(?m)^.*@\w$", ".+")
 
 _JUDGE = """Question: {record.question}
@@ -136,31 +143,33 @@ Does the given answer say the same as the right answer? Reply with yes or no."""
 
 
 def is_exact(record: VideoRecord, said: str) -> bool:
-    """Whether the text is the record's answer to the letter."""
+    """Whether the text equals the record's answer, character by character."""
     return said == record.answer
 
 
 def gives_answer(record: VideoRecord, said: str) -> bool:
     """
-    Whether a sentence gives the record's answer. With options, the sentence must choose the right one, by its letter or
-    by its text. "Yes" or "no" must be the first of the two that is said; where neither is said, a denial is "no". A
-    number must be the only number that is not denied, or the first word unless this begins a range such as "4 or 5".
-    An answer that is a letter is an option's, where the sentence names options. Any other answer must be said in the
-    same words, and not be denied or be one of two, as in "red or blue". Case, articles and most punctuation do not
-    count.
+    Whether a sentence gives the record's answer. Case, articles and most punctuation do not count. The first rule that
+    applies decides:
+
+    - With options, the sentence must choose the right option alone, by its letter or by its text.
+    - If the answer is a letter and the sentence names letters of options, it must choose this letter alone.
+    - "Yes" or "no" must be the first of the two that is said. Where neither is said, a denial is "no".
+    - A number must be the only number that is not denied, or the first word unless this begins a range: "4 or 5".
+    - Any other answer must be said in the same words, neither denied nor as one of two: "red or blue".
     """
     if record.options:
         return _chosen(said, record.options) == {right_letter(record.answer, record.options)}
     letter = lone_letter(record.answer)
     named = _named(said, dict.fromkeys(ascii_lowercase, ""))
-    if letter and named:  # of options that only the question names
+    if letter and named:  # The record has no `options`, but its question may name them.
         return named == {letter}
     expected = _clauses(record.answer)
     clauses = _clauses(said)
-    right_side = re.fullmatch(_YES_OR_NO, expected)
-    if right_side:
-        side = re.search(_YES_OR_NO, clauses) or re.search(_DENIED, clauses)
-        return side is not None and bool(side[1]) == bool(right_side[1])
+    expected_yes = re.fullmatch(_YES_OR_NO, expected)
+    if expected_yes:
+        said_yes = re.search(_YES_OR_NO, clauses) or re.search(_DENIED, clauses)
+        return said_yes is not None and bool(said_yes[1]) == bool(expected_yes[1])
     if expected.isdecimal():
         return set(re.findall(_COUNT, re.sub(_FIRST_COUNT, r"\1", clauses))) == {expected}
     return _says(clauses, expected)
@@ -171,23 +180,26 @@ def _plain(text: str) -> str:
 
 
 def _clauses(text: str) -> str:
-    """The words that count, a clause on each line, with numbers in digits. A text of signs alone is one word."""
+    """The words that count, a clause on each line, with numbers in digits. A text of signs alone stays."""
     plain = alpha2digit(_plain(text), "en", threshold=0).casefold()
     parts = re.split(_CLAUSE_END, rewritten(plain, _SPELLING))
     return "\n".join(filter(None, (" ".join(re.findall(_WORD, part)) for part in parts))) or plain
 
 
 def _says(clauses: str, expected: str) -> bool:
-    """Whether the expected words are said, with no denial in their clause before them, and no "or" on either side."""
-    words = r"\s".join(map(re.escape, expected.split()))  # a clause may end between them
-    sure = rf"(?:(?!(?:{_UNSURE}) )\S+ )*"
-    return re.search(rf"(?m)^{sure}{words}(?!\S|\s(?:or|o|ou|oder)\s)", clauses) is not None
+    """
+    Whether the clauses say the expected words: without a denial before them in their clause, and without "or" on either
+    side.
+    """
+    words = r"\s".join(map(re.escape, expected.split()))  # clauses may end between the words: `\s` is also a line break
+    sure_words = rf"(?:(?!(?:{_UNSURE}) )\S+ )*"
+    return re.search(rf"(?m)^{sure_words}{words}(?!\S|\s(?:or|o|ou|oder)\s)", clauses) is not None
 
 
 def _chosen(said: str, options: Sequence[str]) -> set[str]:
     """
-    The letters of the options that a text chooses. It chooses the letters that it names and does not rule out. If there
-    are none, it chooses the options whose texts it says, but not "cat" where it says the option "cat and dog".
+    The lower-case letters of the options that a text chooses: the letters that it names and does not rule out, or if
+    there are none, the options whose texts it says. Where it says the option "cat and dog", "cat" alone is not chosen.
     """
     by_letter = options_by_letter(options)
     named = _named(said, by_letter)
@@ -201,7 +213,7 @@ def _chosen(said: str, options: Sequence[str]) -> set[str]:
 
 
 def _named(said: str, by_letter: Mapping[str, str]) -> set[str]:
-    """The letters of options that a text names and does not rule out."""
+    """The letters, among those of the options, that a text names and does not rule out."""
     marked = _clauses(_marked(said, by_letter.values()))
     possible = by_letter.keys() - re.findall(r"@(\w)", "\n".join(re.findall(_RULED_OUT, marked)))
     for choosing in _CHOOSING:
@@ -212,23 +224,27 @@ def _named(said: str, by_letter: Mapping[str, str]) -> set[str]:
 
 
 def _marked(said: str, options: Iterable[str]) -> str:
-    """A text with marked letters. The options' own texts are left out: the option "both A and B" names no letters."""
+    """
+    A text with marked letters. The options' own texts are first removed from it, since the letters in them name no
+    options: "both A and B".
+    """
     plain = _plain(said)
     for option in options:
         if len(option) > 1:
-            own = re.escape(_plain(option).rstrip("."))
-            plain = re.sub(rf"(?i)(?<!\w)(?:an? \"?)?{own}(?!\w)", "", plain)
+            own_text = re.escape(_plain(option).rstrip("."))
+            plain = re.sub(rf"(?i)(?<!\w)(?:an? \"?)?{own_text}(?!\w)", "", plain)
     return rewritten(plain, _MARKS)
 
 
 def judge_at(address: str, model: str) -> Matcher:
     """
-    A language model behind an OpenAI-compatible address as the judge of answers; its key is in `OPENAI_API_KEY`.
+    A language model behind an OpenAI-compatible address as the judge of answers. The environment variable
+    `OPENAI_API_KEY` holds the key for the address. If a reply is neither yes nor no, the judge logs a warning and does
+    not accept the answer.
 
     Raises:
-        ValueError: here if the package `openai` is not installed or a first request gets no reply; from the judge if
-            a later one gets none. If a reply is neither yes nor no, the judge logs a warning and does not accept the
-            answer.
+        ValueError: if the package `openai` is not installed, or if a first request, which is sent at once, gets no
+            reply. The returned judge raises it too if a later request gets no reply.
     """
     try:
         from openai import OpenAI, OpenAIError
@@ -241,7 +257,7 @@ def judge_at(address: str, model: str) -> Matcher:
         try:
             reply = client.chat.completions.create(model=model, messages=messages, temperature=0)
             return str(reply.choices[0].message.content)
-        # What is not OpenAI's kind of error is about a reply that is no JSON, or an error page or another JSON.
+        # The last four are raised if the reply is not JSON, is an error page, or is JSON of another form.
         except (OpenAIError, ValueError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"The judge {model} at {address} gave no chat completion: {error}") from None
 
