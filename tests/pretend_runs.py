@@ -23,7 +23,7 @@ from qtsplus.evaluation.labelled import labelled_questions
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.model.methods_qtsplus import METHODS
-from qtsplus.training.attention import answer_attention, relevance_divergences
+from qtsplus.training.attention import AttentionChoice, answer_attention, relevance_divergences
 from qtsplus.training.budget import RunningMeans
 from qtsplus.training.lora import add_lora, lora_config, merge_lora
 from scenes import Scene
@@ -447,13 +447,13 @@ def test_attention_distillation():
     del rows["source_ids"]
 
     def teach(labels, **inputs):
-        answer_attention(pair.device, inputs, labels)
+        answer_attention(pair.device, inputs, labels, AttentionChoice())
 
     assert waits_of(teach, rows) == waits_of(teach, twice(rows))
     rows_of_each = [rows, pretend_device.inputs_to_device(rows)]
     losses = []
     for model, inputs in zip(pair.models, rows_of_each, strict=True):
-        targets = answer_attention(model, inputs, inputs.pop("labels"))
+        targets = answer_attention(model, inputs, inputs.pop("labels"), AttentionChoice())
         relevance = model(**inputs).qtsplus.log_relevance
         losses.append(relevance_divergences(relevance, targets).mean())
     expected, loss = losses

@@ -57,7 +57,7 @@ def test_targets_equal_eager_attention(rows, pad_left, attention):
     model.model.language_model.set_attn_implementation(attention)
     inputs, labels = labelled(*rows, pad_left=pad_left)
     labels[0, 1:] = -100  # a row without an answer
-    targets = answer_attention(model, dict(inputs, retention=0.2), labels)
+    targets = answer_attention(model, dict(inputs, retention=0.2), labels, AttentionChoice())
     assert model.training
     assert list(map(len, targets)) == [0, 8 + 16, 0, 16]
     assert_near(targets, twin_targets(model.eval(), inputs, labels))
@@ -74,12 +74,12 @@ def test_targets_of_chosen_heads_equal_eager_attention(rows, heads):
 def test_adapters_take_part_in_the_teaching(rows):
     model = tiny_model()
     inputs, labels = labelled(*rows)
-    plain = answer_attention(model, inputs, labels)
+    plain = answer_attention(model, inputs, labels, AttentionChoice())
     adapted = add_lora(model, lora_config(4)).eval()
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.5)
-    targets = answer_attention(adapted, inputs, labels)
+    targets = answer_attention(adapted, inputs, labels, AttentionChoice())
     difference = targets[0] - plain[0]
     assert difference.abs().max() > 1e-3
     assert_near(targets, twin_targets(base_model(adapted), inputs, labels))
@@ -89,9 +89,9 @@ def test_the_last_answer_counts(rows):
     """The other turns' answers are supervised too, but answer other questions."""
     model = tiny_model()
     inputs, labels = labelled(rows[3])
-    expected = answer_attention(model, inputs, labels)
+    expected = answer_attention(model, inputs, labels, AttentionChoice())
     labels[0, -20:-16] = inputs["input_ids"][0, -20:-16]
-    assert_near(answer_attention(model, inputs, labels), expected, tolerance=0)
+    assert_near(answer_attention(model, inputs, labels, AttentionChoice()), expected, tolerance=0)
 
 
 def test_the_end_of_the_turn_is_not_part_of_the_answer(rows):
@@ -103,9 +103,9 @@ def test_the_end_of_the_turn_is_not_part_of_the_answer(rows):
     end = int((ids == turn_end).nonzero()[-1])
     labels[:] = -100
     labels[0, end - 1] = ids[end - 1]
-    expected = answer_attention(model, inputs, labels)
+    expected = answer_attention(model, inputs, labels, AttentionChoice())
     labels[0, end] = turn_end
-    assert_near(answer_attention(model, inputs, labels), expected, tolerance=0)
+    assert_near(answer_attention(model, inputs, labels, AttentionChoice()), expected, tolerance=0)
 
 
 def test_attention_to_tokens_is_causal():
@@ -191,7 +191,7 @@ def test_the_words_of_the_question_may_look(rows):
 def test_answer_and_question_count_alike(rows):
     model = tiny_model()
     inputs, labels = labelled(*rows)
-    answers = answer_attention(model, inputs, labels)
+    answers = answer_attention(model, inputs, labels, AttentionChoice())
     questions = answer_attention(model, inputs, labels, AttentionChoice(positions="question"))
     both = answer_attention(model, inputs, labels, AttentionChoice(positions="both"))
     for answer, question, mean in zip(answers, questions, both, strict=True):

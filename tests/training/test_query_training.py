@@ -3,7 +3,7 @@
 import pytest
 
 from qtsplus.model.fields_qtsplus import QUERY_STATES, REDUCTIONS
-from qtsplus.training.attention import answer_attention, relevance_divergences
+from qtsplus.training.attention import AttentionChoice, answer_attention, relevance_divergences
 from tiny import tiny_model
 from training_examples import inputs_and_labels
 
@@ -13,7 +13,7 @@ from training_examples import inputs_and_labels
 def test_distillation_reaches_all_that_scores_and_nothing_else(kind, reduction):
     model = tiny_model(query_states=kind, gate="detached", reduction=reduction, scoring_layers=2).train()
     inputs, labels = inputs_and_labels()
-    targets = answer_attention(model, inputs, labels)
+    targets = answer_attention(model, inputs, labels, AttentionChoice())
     divergences = relevance_divergences(model(**inputs).qtsplus.log_relevance, targets)
     divergences.sum().backward()
     selector = model.model.qtsplus

@@ -175,6 +175,31 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, 
     assert not (folder / "relevance/checkpoint-1").exists()
 
 
+def test_a_stage_whose_first_checkpoint_was_interrupted_begins_again(tmp_path, record, monkeypatch):
+    recipe_file = write_recipe(
+        tmp_path,
+        [record],
+        save_strategy="steps",
+        save_steps=1,
+        stages={"first": {}, "second": {}},
+    )
+    folders = [tmp_path / "run/first", tmp_path / "run"]
+    for folder in folders:
+        (folder / "checkpoint-1").mkdir(parents=True)
+        (folder / "checkpoint-1/model.safetensors").write_bytes(b"cut")
+    stages = load_stages(recipe_file)
+    with pytest.raises(ValueError, match="holds checkpoint-1, which is not replaced"):
+        run_stages(stages)
+    run_stages(stages, resume=True)
+    for folder in folders:
+        assert (folder / "checkpoint-1/model.safetensors").stat().st_size > len("cut")
+        assert (folder / "checkpoint-1/trainer_state.json").exists()
+    warnings = []
+    monkeypatch.setattr("transformers.trainer.logger.warning", warnings.append)
+    run_stages(load_stages(recipe_file, ["training.max_steps=2"]), resume=True)
+    assert not warnings
+
+
 @pytest.mark.parametrize("ends", ["training.max_steps=2", "training.num_train_epochs=0.5"])
 def test_a_finished_training_is_resumed_by_no_step(recipe_file, tmp_path, ends):
     """By itself a Trainer that resumes at its last step, in the middle of an epoch, does one more."""

@@ -68,9 +68,6 @@ class AttentionChoice:
         return chosen
 
 
-EVERY_HEAD = AttentionChoice()
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for as long as it lasts."""
@@ -86,7 +83,7 @@ def answer_attention(
     model: nn.Module,
     inputs: Mapping,
     labels: Tensor,
-    choice: AttentionChoice = EVERY_HEAD,
+    choice: AttentionChoice,
 ) -> list[Tensor]:
     """
     How a model in evaluation mode, with all visual tokens, shares its attention out among them while it answers: per

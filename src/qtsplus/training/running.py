@@ -87,7 +87,8 @@ def find_start(recipe: Recipe, resume: bool) -> Path | None:
                 raise ValueError(f"{path} is empty or was cut off: remove {checkpoint}, to go on from an earlier one.")
         return checkpoint
     for path in output_dir.glob("[!.]*"):  # other folders may stay
-        if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR):
+        begun = resume and not (path / TRAINER_STATE_NAME).exists()  # a checkpoint that is written over
+        if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR) and not begun:
             raise ValueError(
                 f"{output_dir} holds {path.name}, which is not replaced: choose another output_dir, or, if it has a "
                 "checkpoint, go on with --resume."
@@ -116,7 +117,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         if checkpoint is None and trainer.is_world_process_zero():
             (output_dir / BEGUN_FILE).unlink(missing_ok=True)
             _begin(recipe)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(resume_from_checkpoint=checkpoint)  # type: ignore[arg-type]  # it joins paths
         trainer.save_model()
         trainer.save_state()  # the last file that is written: it marks a finished run
     return output_dir

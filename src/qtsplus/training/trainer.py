@@ -121,6 +121,8 @@ class QTSplusTrainer(Trainer):
         model = prepare_parts(model, args)
         super().__init__(model=model, args=args, **kwargs)
         base = base_model(model)
+        # A sharded model has a second copy of tied weights. Whoever resumes ties them again, and misses nothing.
+        base._keys_to_ignore_on_save.update(base.all_tied_weights_keys)
         # Keeps the Trainer from dividing by the number of micro-batches: the losses below are means over the step.
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
@@ -379,10 +381,7 @@ class QTSplusTrainer(Trainer):
             self.selector_config.trained_seconds = max(known, round(seconds, 1))
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        """As stock, with an adapter's `qtsplus_config`, and without a sharded model's second copy of tied weights."""
-        for tied in base_model(self.model).all_tied_weights_keys:
-            if state_dict:
-                state_dict.pop(tied, None)
+        """As stock, with an adapter's `qtsplus_config`."""
         super()._save(output_dir, state_dict)
         if isinstance(self.model, PeftModel) and self.args.should_save:
             save_selector_config(self.model, output_dir)
