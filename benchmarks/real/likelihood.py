@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from qtsplus.asking import choice
 from qtsplus.common.journals import write_json
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import Choice, VideoRecord, to_video_record
@@ -51,7 +52,12 @@ def measure(folder: str, path: Path) -> dict[str, int]:
 
     def ask(asked: list[VideoRecord], by_likelihood: bool) -> np.ndarray:
         outcomes = evaluate_records(
-            model, processor, asked, selection="all", matcher=gives_answer, by_likelihood=by_likelihood
+            model,
+            processor,
+            asked,
+            choice=choice.Choice(selection="all"),
+            matcher=gives_answer,
+            by_likelihood=by_likelihood,
         )
         return np.array([outcome.correct for outcome in outcomes])
 

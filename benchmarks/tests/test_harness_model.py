@@ -6,6 +6,7 @@ import pytest
 
 from clips import write_records
 from qtsplus.asking import session
+from qtsplus.asking.choice import Choice
 from qtsplus.data.formats import read_records
 from qtsplus.evaluation.evaluate import evaluate_records
 
@@ -60,7 +61,9 @@ def counts(results):
 
 def test_the_same_answers_and_tokens_as_our_own_evaluator(tiny_published, records, docs):
     results = ask(QTSplus(str(tiny_published), device="cpu", batch_size=4, retention=0.1), docs)
-    expected = evaluate_records(*session.load(tiny_published, "cpu"), records, retention=0.1, batch_size=3)
+    expected = evaluate_records(
+        *session.load(tiny_published, "cpu"), records, choice=Choice(retention=0.1), batch_size=3
+    )
     found = [
         (result.text.strip() == doc["answer"], logged["kept_visual_tokens"], logged["visual_tokens"])
         for doc, result, logged in zip(docs, results, counts(results), strict=True)

@@ -297,7 +297,9 @@ def test_eval_of_nothing_readable_is_a_failed_run(records, tiny_published, optio
 def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
     write, lines = records
     del lines[-1]["fps"]
-    assert_refused(invoke("eval", write(), "--model", tiny_published), "frames0", '"fps"')
+    line = ["eval", write(lines[-1:]), "--model", tiny_published]
+    assert_refused(invoke(*line), "frames0", '"fps"')
+    assert read_json(invoke(*line, "--fps", "2", "--json"))["questions"] == 1
 
 
 def test_an_answer_that_rests_on_a_whole_video_fills_no_screen(loaded, capsys):

@@ -1,6 +1,7 @@
 """Answers of a set of questions, about videos that are encoded once."""
 
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 
 from clips import write_records
 from qtsplus.asking.answers import answer_questions
+from qtsplus.asking.choice import Choice
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.evaluate import Outcome, evaluate_records, tally
+from qtsplus.model.sampling_qtsplus import Sampling
 from qtsplus.training.models import make_model
 
 
@@ -28,20 +31,28 @@ def record(tiny_mp4) -> VideoRecord:
 
 def test_the_batch_decides_nothing_and_records_keep_their_order(evaluate, tmp_path):
     records = list(read_records(write_records(tmp_path, 2, seconds=3, objects=5)))
-    outcomes = evaluate(records, retention=0.2, batch_size=5)
+    outcomes = evaluate(records, choice=Choice(retention=0.2), batch_size=5)
     assert [outcome.record for outcome in outcomes] == records
     for outcome in outcomes:
         assert 0 < outcome.kept_tokens < outcome.visual_tokens
-    in_other_batches = evaluate(records[::2] + records[1::2], retention=0.2, batch_size=9)
+    in_other_batches = evaluate(records[::2] + records[1::2], choice=Choice(retention=0.2), batch_size=9)
     assert in_other_batches == outcomes[::2] + outcomes[1::2]
 
 
 def test_a_selection_is_of_one_call(evaluate, record):
-    (own,) = evaluate([record], retention=0.1)
-    (everything,) = evaluate([record], selection="all")
-    (again,) = evaluate([record], retention=0.1)
+    (own,) = evaluate([record], choice=Choice(retention=0.1))
+    (everything,) = evaluate([record], choice=Choice(selection="all"))
+    (again,) = evaluate([record], choice=Choice(retention=0.1))
     assert everything.kept_tokens == everything.visual_tokens
     assert own.kept_tokens == again.kept_tokens < everything.kept_tokens
+
+
+def test_frames_are_sampled_as_is_said_and_by_the_rate_of_a_record(evaluate, record):
+    (all_frames,) = evaluate([record])
+    fewer, own_rate = evaluate([record, replace(record, fps=2)], sampling=Sampling(fps=1))
+    (fewest,) = evaluate([record], sampling=Sampling(max_frames=2))
+    assert fewest.visual_tokens < fewer.visual_tokens < all_frames.visual_tokens
+    assert own_rate.visual_tokens == all_frames.visual_tokens
 
 
 def test_a_question_longer_than_the_models_positions_is_refused_at_once(evaluate):
@@ -76,7 +87,7 @@ def test_a_method_that_fails_for_one_video_is_one_wrong_answer(evaluate, record,
         return torch.arange(n)
 
     records = [record, VideoRecord(str(other), "What?", "red")]
-    first, second = evaluate(records, selection=method, retention=0.1)
+    first, second = evaluate(records, choice=Choice(retention=0.1, selection=method))
     assert first.unreadable is None
     assert second.unreadable == "This video is too much."
 
@@ -100,7 +111,7 @@ def test_a_question_is_asked_in_its_conversation_and_not_by_its_batch(
         return answer_questions(model, processor, videos, questions, turns=turns, **options)
 
     monkeypatch.setattr("qtsplus.asking.session.answer_questions", noting)
-    first, second, third = evaluate([record, later, record], retention=0.1)
+    first, second, third = evaluate([record, later, record], choice=Choice(retention=0.1))
     assert asked == [("What?", ()), ("And now?", turn)]
     assert first == third
     assert second.record is later

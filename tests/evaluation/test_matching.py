@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from judge_agreement import agreement, graded_answers
+from qtsplus.asking.choice import Choice
 from qtsplus.cli import app
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.evaluate import evaluate_records
@@ -35,12 +36,14 @@ def test_a_sentence_may_give_the_answer(line):
 @pytest.mark.parametrize("kept", [0.1, 1.0])
 def test_the_likeliest_option_is_an_option(loaded, tiny_mp4, kept):
     record = VideoRecord(str(tiny_mp4), "Which? A. red B. blue C. green", "B", options=("red", "blue", "green"))
-    (outcome,) = evaluate_records(*loaded, [record], retention=kept, matcher=gives_answer, by_likelihood=True)
+    (outcome,) = evaluate_records(
+        *loaded, [record], choice=Choice(retention=kept), matcher=gives_answer, by_likelihood=True
+    )
     assert outcome.said in ("A", "B", "C")
     assert outcome.correct == (outcome.said == "B")
     with pytest.raises(ValueError, match="'Which. A. red' does not name its options"):
         evaluate_records(*loaded, [replace(record, question="Which? A. red")], by_likelihood=True)
-    (free,) = evaluate_records(*loaded, [record], retention=kept, matcher=gives_answer)
+    (free,) = evaluate_records(*loaded, [record], choice=Choice(retention=kept), matcher=gives_answer)
     assert free.said not in ("A", "B", "C"), "the tiny model says colours unless it has to choose"
 
 

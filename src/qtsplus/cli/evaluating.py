@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
+from ..asking.choice import Choice
 from ..common.files import counted
+from ..model.sampling_qtsplus import Sampling
 from .console import console, fail, note, print_json
 from .models import Source
-from .options import AsJson, MediaRoot, Retention, Selection, command
+from .options import AsJson, MediaRoot, command
 
 
 @command
@@ -19,8 +21,8 @@ def evaluate(
     ],
     *,
     source: Source,
-    retention: Retention = None,
-    selection: Selection = None,
+    choice: Choice,
+    sampling: Sampling,
     match: Annotated[
         Literal["answer", "exact", "likelihood", "judge"],
         typer.Option(
@@ -42,8 +44,8 @@ def evaluate(
     from ..evaluation.evaluate import evaluate_records, tally
     from ..evaluation.matching import Matcher, gives_answer, is_exact, judge_at
 
-    if selection == "all" and retention is not None:
-        fail("--retention has no effect with --selection all, which keeps every token")
+    if choice.selection == "all" and choice != Choice(selection="all"):
+        fail("--retention and --max-visual-tokens have no effect with --selection all, which keeps every token")
     if len({match == "judge", judge is not None, judge_model is not None}) > 1:
         fail("--match judge, --judge and --judge-model belong together")
     matcher: Matcher = is_exact if match == "exact" else gives_answer
@@ -53,10 +55,10 @@ def evaluate(
     if not questions:
         fail(f"{records} holds no question about a video")
     asked = evaluate_records(
-        *source.load(selection),
+        *source.load(choice.selection),
         questions,
-        retention=retention,
-        selection=selection,
+        choice=choice,
+        sampling=sampling,
         matcher=matcher,
         by_likelihood=match == "likelihood",
     )

@@ -10,6 +10,7 @@ from .console import note, notes
 
 if TYPE_CHECKING:
     from ..library.library import Library
+    from ..model.methods_qtsplus import MethodOrName
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -40,7 +41,7 @@ class Source:
         note("No --model given: using the bundled tiny model, which knows only rendered shapes.")
         return str(hub_configs() / TINY), None
 
-    def load(self, selection: str | None = None) -> tuple[Any, Any]:
+    def load(self, selection: "MethodOrName | None" = None) -> tuple[Any, Any]:
         """The model and its processor, once the method that will choose tokens is known. Raises as `loading.load`."""
         from ..hub import loading
         from ..model.methods_qtsplus import add_method

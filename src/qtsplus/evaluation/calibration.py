@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from ..asking.choice import Choice
 from ..common.folders import read_json, update_json
 from ..data.records import check_shown
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
@@ -135,8 +136,7 @@ def count_right(
         model,
         processor,
         [question.record for question in questions],
-        retention=KEPT,
-        selection="lm_attention",
+        choice=Choice(retention=KEPT, selection="lm_attention"),
         matcher=gives_answer,
     )
     return sum(outcome.correct for outcome in outcomes)

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from string import ascii_uppercase
 from typing import Any
@@ -14,7 +14,6 @@ from ..asking.question import Question, check_question
 from ..asking.session import answer_file
 from ..common.files import first_line
 from ..data.records import VideoRecord, options_by_letter
-from ..model.methods_qtsplus import MethodOrName
 from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
 from .matching import Matcher, is_exact
@@ -39,8 +38,8 @@ def evaluate_records(
     processor,
     records: Sequence[VideoRecord],
     *,
-    retention: float | None = None,
-    selection: MethodOrName | None = None,
+    choice: Choice = Choice(),
+    sampling: Sampling = Sampling(),
     batch_size: int = 16,
     matcher: Matcher = is_exact,
     by_likelihood: bool = False,
@@ -50,8 +49,8 @@ def evaluate_records(
     order. Each video is encoded once for all of its questions; `batch_size` of them are asked at a time.
 
     Args:
-        retention: the fraction of the visual tokens to keep; by default the model's own budget.
-        selection: the method that chooses them; by default the model's own.
+        choice: how the visual tokens of every question are chosen; by default as the model's configuration says.
+        sampling: which frames of every video are looked at; the `fps` of a record replaces its own.
         matcher: says whether a text gives a record's answer (`matching.py`).
         by_likelihood: if a record has options, the model's answer is the letter of an option that it finds most likely
             as the first token; otherwise it answers freely.
@@ -61,21 +60,23 @@ def evaluate_records(
             by likelihood for a question that does not name its options.
     """
     max_new_tokens = 0 if matcher is is_exact else SENTENCE_TOKENS
-    for record in records:
-        if record.fps is None and os.path.isdir(str(record.video)):
-            raise ValueError(f'{record.video} is a folder of frames: give its rate in its records, such as "fps": 2.')
+    # Records are asked together if they have the same video and rate, and by likelihood the same letters to choose.
+    groups: dict[tuple, list[VideoRecord]] = {}
+    for record in dict.fromkeys(records):
+        fps = record.fps or sampling.fps
+        if fps is None and os.path.isdir(str(record.video)):
+            raise ValueError(
+                f'{record.video} is a folder of frames: give its rate, such as "fps": 2 in its records, or --fps 2.'
+            )
+        letters = ""
         if by_likelihood and record.options:
+            letters = ascii_uppercase[: len(record.options)]
             question = " ".join(record.question.casefold().split())
             if not all(option in question for option in options_by_letter(record.options).values()):
                 raise ValueError(f"{record.question!r} does not name its options: their letters would say nothing.")
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
-    choice = Choice(retention=retention, selection=selection)
-    # Records are asked together if they have the same video and rate, and by likelihood the same letters to choose.
-    groups: dict[tuple, list[VideoRecord]] = {}
-    for record in dict.fromkeys(records):
-        letters = ascii_uppercase[: len(record.options or ())] if by_likelihood else ""
-        groups.setdefault((str(record.video), record.fps, letters), []).append(record)
+        groups.setdefault((str(record.video), fps, letters), []).append(record)
     outcomes = {}
     for (video, fps, letters), group in with_bar(groups.items(), "Asking"):
         generation: dict[str, Any] = {"max_new_tokens": max_new_tokens}
@@ -89,7 +90,7 @@ def evaluate_records(
             model,
             processor,
             video,
-            Sampling(fps=fps),
+            replace(sampling, fps=fps),
             [Question(record.question, record.query, record.turns, choice) for record in group],
             batch_size=batch_size,
             do_sample=False,
