@@ -208,7 +208,7 @@ def labelled(records) -> list[dict]:
     ("right", "verdict"),
     [
         (3, "The present setting stays: no calibrated layer gave more right answers."),
-        (4, "A calibrated layer is better: it gave more right answers."),
+        (4, "A calibrated layer gave more right answers. A lead of fewer than 6 questions may be chance."),
     ],
 )
 def test_the_command_says_whether_a_calibrated_layer_is_better(right, verdict, records, tiny_stock, monkeypatch):
@@ -216,10 +216,12 @@ def test_the_command_says_whether_a_calibrated_layer_is_better(right, verdict, r
     other = AttentionChoice(((1, 2),), "prompt")
     found = Calibration({default: Finds()}, {default: Finds(), other: Finds()}, {default: 3, other: right}, (4, 4))
     monkeypatch.setattr(calibration, "calibrate", lambda *given: found)
-    output = run_command(tiny_stock, records).stdout
+    result = run_command(tiny_stock, records)
+    output = result.stdout
     assert "  present: 3 right" in output
     assert f"  calibrated: {right} right" in output
     assert output.endswith(f"{verdict}\n")
+    assert "Nothing was written" in result.stderr
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, 
     )
     first, second = load_stages(recipe_file)
     run(first)
-    with pytest.raises(ValueError, match="relevance holds .*, which is not replaced"):
+    with pytest.raises(ValueError, match="relevance holds .*: .* or a finished model, go on with --resume"):
         run_stages([first, second])
     monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)  # nobody teaches any more
     folder = run_stages([first, second], resume=True)

@@ -91,7 +91,7 @@ def find_start(recipe: Recipe, resume: bool) -> Path | None:
         if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR) and not begun:
             raise ValueError(
                 f"{output_dir} holds {path.name}, which is not replaced: choose another output_dir, or, if it has a "
-                "checkpoint, go on with --resume."
+                "checkpoint or a finished model, go on with --resume, which trains only what is missing."
             )
     return None
 
