@@ -175,7 +175,7 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, 
     assert not (folder / "relevance/checkpoint-1").exists()
 
 
-def test_a_stage_whose_first_checkpoint_was_interrupted_begins_again(tmp_path, record, monkeypatch):
+def test_a_stage_whose_first_checkpoint_was_interrupted_begins_again(tmp_path, record, caplog, monkeypatch):
     recipe_file = write_recipe(
         tmp_path,
         [record],
@@ -191,6 +191,7 @@ def test_a_stage_whose_first_checkpoint_was_interrupted_begins_again(tmp_path, r
     with pytest.raises(ValueError, match="holds checkpoint-1, which is not replaced"):
         run_stages(stages)
     run_stages(stages, resume=True)
+    assert "stage first goes on from its first step." in caplog.text
     for folder in folders:
         assert (folder / "checkpoint-1/model.safetensors").stat().st_size > len("cut")
         assert (folder / "checkpoint-1/trainer_state.json").exists()
@@ -198,6 +199,7 @@ def test_a_stage_whose_first_checkpoint_was_interrupted_begins_again(tmp_path, r
     monkeypatch.setattr("transformers.trainer.logger.warning", warnings.append)
     run_stages(load_stages(recipe_file, ["training.max_steps=2"]), resume=True)
     assert not warnings
+    assert f"stage second goes on from {tmp_path}/run/checkpoint-1." in caplog.text
 
 
 @pytest.mark.parametrize("ends", ["training.max_steps=2", "training.num_train_epochs=0.5"])

@@ -88,7 +88,7 @@ class VideoQADataset(Dataset):
             return {"skipped": [f"Skipped {name}: {error}"]}
 
         prompt = inputs["input_ids"][0]
-        answer = list(self.processor.text_ids(record.answer))
+        answer = self.processor.text_ids(record.answer)
         target = torch.tensor(answer + [self.end_of_turn])
         input_ids = torch.cat([prompt, target])
         labels = torch.cat([self._earlier_answers(prompt), target])

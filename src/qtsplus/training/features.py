@@ -44,19 +44,19 @@ class VideoFeatures:
 
     folder: Path
 
-    def file(self, video: str, fps: float | None = None) -> Path:
+    def file(self, video: str, fps: float | None) -> Path:
         """Where a video's features are kept; a file that was changed since, or read at another rate, is another."""
         name = video
         if os.path.exists(video):
             name = os.path.abspath(video)
-        identity = json.dumps([name, media_state(video), fps and float(fps)])
+        identity = json.dumps([name, media_state(video), fps])
         digest = hashlib.sha256(identity.encode()).hexdigest()
         return self.folder / f"{digest[:32]}.safetensors"
 
     def load(
         self,
         video: str,
-        fps: float | None = None,
+        fps: float | None,
     ) -> Tensors | None:
         """A video's features; `None` where it could not be read."""
         return read_tensors(self.file(video, fps), FEATURES)
@@ -86,7 +86,6 @@ def encode_files(
     weights = nn.ModuleDict(vision_modules(model)).state_dict()
     digest = digest_of(weights, [reading, kwargs])
     features = VideoFeatures(Path(folder) / digest[:16])
-    features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
     missing = [video for video in sorted(set(videos), key=str) if not features.file(*video).exists()]
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it

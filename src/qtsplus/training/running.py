@@ -107,6 +107,8 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     # Of the processes of a distributed run the first holds the folder.
     with working_in(output_dir) if recipe.training.process_index == 0 else nullcontext(), naming_full_disk(output_dir):
         checkpoint = find_start(recipe, resume)
+        if resume:
+            logger.warning(f"{recipe.name} goes on from {checkpoint or 'its first step'}.")
         require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
         trainer = build_trainer(recipe)
         if checkpoint is not None and is_trained(recipe, checkpoint):
