@@ -94,6 +94,16 @@ def test_metrics_are_no_result_and_pipes_have_no_bars(recipe_file, record, broke
     assert warning.startswith(f"Skipped {broken['video']}: ")
 
 
+def test_an_interrupted_training_names_the_option_that_goes_on(recipe_file, monkeypatch):
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run_stages", interrupt)
+    result = train(recipe_file)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("interrupted; --resume goes on from the last complete checkpoint\n")
+
+
 def test_files_that_are_in_the_folder_are_not_replaced(recipe_file, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -104,9 +104,9 @@ def one_line_errors() -> Iterator[None]:
 
 
 @contextmanager
-def resumable() -> Iterator[None]:
+def resumable(message: str = "interrupted; the same command goes on with what is missing") -> Iterator[None]:
     """An interruption is no failure: what has been done stays on disk."""
     try:
         yield
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on with what is missing", 130)
+        fail(message, 130)

@@ -49,7 +49,7 @@ def evaluate(
     if len({match == "judge", judge is not None, judge_model is not None}) > 1:
         fail("--match judge, --judge and --judge-model belong together")
     matcher: Matcher = is_exact if match == "exact" else gives_answer
-    if judge is not None and judge_model is not None:
+    if judge and judge_model:
         matcher = judge_at(judge, judge_model)
     questions = [record for record in read_records(records, media_root) if record.video is not None]
     if not questions:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import console, note, wrote
+from .console import console, note, resumable, wrote
 from .options import Overrides, RecipeFile, command
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: 
         return
     if not sys.stderr.isatty():
         overrides = ["training.disable_tqdm=true", *overrides]  # no bars in a pipe
-    with redirect_stdout(sys.stderr):  # the metrics that a Trainer prints are no result
+    # The metrics that a Trainer prints are no result.
+    with resumable("interrupted; --resume goes on from the last complete checkpoint"), redirect_stdout(sys.stderr):
         folder = run_stages(load_stages(recipe, overrides, kind), resume)
     wrote(folder)
 

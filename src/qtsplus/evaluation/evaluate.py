@@ -63,10 +63,11 @@ def evaluate_records(
     # Records are asked together if they have the same video and rate, and by likelihood the same letters to choose.
     groups: dict[tuple, list[VideoRecord]] = {}
     for record in dict.fromkeys(records):
+        video = str(record.video)
         fps = record.fps or sampling.fps
-        if fps is None and os.path.isdir(str(record.video)):
+        if fps is None and os.path.isdir(video):
             raise ValueError(
-                f'{record.video} is a folder of frames: give its rate, such as "fps": 2 in its records, or --fps 2.'
+                f'{video} is a folder of frames: give its rate, such as "fps": 2 in its records, or --fps 2.'
             )
         letters = ""
         if by_likelihood and record.options:
@@ -76,7 +77,7 @@ def evaluate_records(
                 raise ValueError(f"{record.question!r} does not name its options: their letters would say nothing.")
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
-        groups.setdefault((str(record.video), fps, letters), []).append(record)
+        groups.setdefault((video, fps, letters), []).append(record)
     outcomes = {}
     for (video, fps, letters), group in with_bar(groups.items(), "Asking"):
         generation: dict[str, Any] = {"max_new_tokens": max_new_tokens}

@@ -45,7 +45,7 @@ class VideoQADataset(Dataset):
         processor_kwargs: Mapping | None = None,
         features: VideoFeatures | None = None,
     ):
-        self.records = list(records)
+        self.records = records
         self.features = features
         self.processor = processor
         self.model_max_length = model_max_length
