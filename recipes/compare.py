@@ -31,6 +31,14 @@ class Answered(TypedDict):
     correct: bool
 
 
+class Unreadable(TypedDict):
+    """A video about which questions could not be asked or judged, why, and how many."""
+
+    video: str
+    reason: str
+    questions: int
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path, help="what `qtsplus eval --json` printed for the selector itself")
@@ -56,14 +64,25 @@ def main() -> None:
 
 
 def read_answers(path: Path) -> list[Answered]:
-    """The answers of an evaluation; a `ValueError` for a file that `qtsplus eval --json` did not print."""
+    """
+    The answers of an evaluation. A `ValueError` for a file that `qtsplus eval --json` did not print, and for questions
+    that could not be asked or judged: they count as wrong, which says nothing about a selector.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON that can be read: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not what `qtsplus eval --json` prints")
-    return validated(list[Answered], content.get("answers"), f"{path}: answers: ")
+    answers = validated(list[Answered], content.get("answers"), f"{path}: answers: ")
+    unreadable = validated(list[Unreadable], content.get("unreadable"), f"{path}: unreadable: ")
+    if unreadable:
+        count = sum(video["questions"] for video in unreadable)
+        raise ValueError(
+            f"{count} of {len(answers)} questions of {path} could not be asked or judged, such as those about "
+            f"{unreadable[0]['video']}: {unreadable[0]['reason']}"
+        )
+    return answers
 
 
 def questions_of(answers: list[Answered]) -> list[tuple[str, str]]:

@@ -35,7 +35,8 @@ nextgqa.py val.csv out.jsonl --moments val.csv
 nextgqa.py val.csv out.jsonl --moments other.json
 compare.py val.csv val.csv
 compare.py own.json map.json
-compare.py own.json fewer.json"""
+compare.py own.json fewer.json
+compare.py own.json unjudged.json"""
 PLACES = {"111": "0101/111", "222": "0016/222"}
 CONVERSATION = {
     "video": "v_abc-Scene-011",
@@ -104,6 +105,8 @@ def test_sets_that_cannot_be_used_are_refused_in_words(convert, capsys):
     Path("other.json").write_text(json.dumps({"333": MOMENTS["111"]}))
     Path("own.json").write_text(evaluation([True, False]))
     Path("fewer.json").write_text(evaluation([True]))
+    gone = {"video": "1.mp4", "reason": "The judge is away.", "questions": 1}
+    Path("unjudged.json").write_text(evaluation([True, False], gone))
     for command in REFUSED.splitlines():
         with pytest.raises(SystemExit):
             convert(*command.split())
@@ -116,12 +119,13 @@ def test_sets_that_cannot_be_used_are_refused_in_words(convert, capsys):
     assert "other.json has no moment of a question of val.csv" in shown
     assert "map.json: answers" in shown
     assert "fewer.json has other questions than own.json" in shown
+    assert "1 of 2 questions of unjudged.json could not be asked or judged" in shown
 
 
-def evaluation(rights):
+def evaluation(rights, *unreadable):
     """What `qtsplus eval --json` prints, of a question about each of so many videos."""
     answers = [{"video": f"{number}.mp4", "question": "Who?", "correct": right} for number, right in enumerate(rights)]
-    return json.dumps({"answers": answers})
+    return json.dumps({"answers": answers, "unreadable": unreadable})
 
 
 def test_evaluations_are_compared_question_by_question(convert, capsys):

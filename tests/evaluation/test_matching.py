@@ -118,6 +118,8 @@ def test_the_command_asks_a_judge(judge_server, tiny_mp4, tiny_published, tmp_pa
     refused = CliRunner().invoke(app, judged)
     assert refused.exit_code == 2
     assert "gave no chat completion: Error code: 404" in refused.stderr
+    replies += ["yes", 400, 400, 400]
+    assert CliRunner().invoke(app, judged).exit_code == 1, "an accuracy of 0 would be the judge's, not the model's"
     incomplete = CliRunner().invoke(app, [*line, "--judge", address])
     assert incomplete.exit_code == 2
     assert "--match judge, --judge and --judge-model belong together" in incomplete.stderr

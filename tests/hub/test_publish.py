@@ -1,5 +1,6 @@
 """A Hub folder is complete, is written whole or not at all, and never eats a user's files."""
 
+import json
 import re
 import shutil
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.common.folders import WRITTEN, update_json
+from qtsplus.common.folders import WRITTEN
 from qtsplus.hub.convert import convert
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.model.generation_qtsplus import code_of
@@ -127,6 +128,8 @@ def test_a_folder_that_cannot_be_published_says_why(tmp_path, files, message):
 
 def test_a_quantized_model_is_not_published(tiny_published, tmp_path):
     source = shutil.copytree(tiny_published, tmp_path / "int8")
-    update_json(source / "config.json", quantization_config={"quant_method": "torchao"})
+    path = source / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "torchao"}}
+    path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="int8 is quantized; take the checkpoint that it was made from"):
         assemble_folder(source, tmp_path / "hub")

@@ -80,6 +80,15 @@ def test_a_run_whose_videos_are_broken_is_an_error_and_may_be_run_again(recipe_f
     assert (tmp_path / "run/config.json").exists()
 
 
+def test_a_short_run_over_a_large_set_is_judged_by_the_records_that_it_draws(recipe_file, record, broken, tmp_path):
+    write_records(tmp_path / "train.jsonl", *[broken] * 4, *[record] * 60)
+    sets = ["training.train_sampling_strategy=sequential", "training.per_device_train_batch_size=2"]
+    result = train(recipe_file, *sets, "training.max_steps=2")
+    assert result.exit_code == 2
+    assert "of the records cannot be used" in result.stderr
+    assert train(recipe_file, *sets, "training.max_steps=20").exit_code == 0, "4 of 40 are a tenth"
+
+
 def test_metrics_are_no_result_and_pipes_have_no_bars(recipe_file, record, broken, tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr("qtsplus.training.dataset.logger.warning_once", warnings.append)

@@ -139,7 +139,7 @@ def assert_same_run(folder: Path, expected: Path, weights: str = "model.safetens
     for line, other in zip(steps(folder), steps(expected), strict=True):
         for name, value in other.items():
             is_loss = "loss" in name
-            is_budget = name in ("rho", "n", "n_asked")
+            is_budget = name in ("rho", "n", "n_asked", "token_price")
             if is_loss or is_budget:
                 assert line[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert files(folder) == files(expected)

@@ -65,8 +65,8 @@ def evaluate(
     summary = tally(asked)
     for video in summary["unreadable"]:
         note(f"{counted(video['questions'], 'question')} about {video['video']} counted as wrong: {video['reason']}")
-    if summary["kept"] is None:
-        fail(f"no question of {records} could be asked", 1)
+    if all(outcome.unreadable for outcome in asked):
+        fail(f"no question of {records} could be asked and judged", 1)
     if as_json:
         print_json(
             dict(

@@ -150,8 +150,3 @@ def read_json(path: Path) -> Document:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object.")
     return content
-
-
-def update_json(path: Path, **values: object) -> None:
-    """Sets keys of a JSON file."""
-    write_json(path, read_json(path) | values)

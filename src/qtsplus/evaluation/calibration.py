@@ -17,7 +17,8 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from ..asking.choice import Choice
-from ..common.folders import read_json, update_json
+from ..common.folders import read_json
+from ..common.journals import write_json
 from ..data.records import check_shown
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..model.sampling_qtsplus import Sampling
@@ -189,10 +190,11 @@ def _best_layers(single: Found) -> list[AttentionChoice]:
 def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     """Writes the best reading into a model's config.json; `None` where there is no folder with a QTSplus model."""
     path = folder / "config.json"
-    selector = read_json(path).get("qtsplus_config") if path.is_file() else None
-    if selector is None:
+    config = read_json(path) if path.is_file() else {}
+    if "qtsplus_config" not in config:
         return None
-    update_json(path, qtsplus_config=selector | attention_fields(calibration.best_reading))
+    config["qtsplus_config"] |= attention_fields(calibration.best_reading)
+    write_json(path, config)
     return path
 
 

@@ -44,12 +44,6 @@ class QTSplusProcessorMixin(ProcessorMixin):
     video_token_id: int
 
     @property
-    def model_input_names(self) -> list[str]:
-        names = ["pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"]
-        names += ["query_mask", "query_input_ids", "query_attention_mask"]
-        return list(dict.fromkeys(super().model_input_names + names))
-
-    @property
     def query_token_ids(self) -> dict:
         """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
         begin, end = self.tool_response

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import gather_object
 from peft import PeftModel
 from pydantic import with_config
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from .lora import active_selector, base_model, save_selector_config
 from .sharding import choose_layers, keep_gathered, layer_class
 
 STATE_FILE = "qtsplus_state.json"
+FEW = 1000  # records before which the share of those that cannot be used may be chance
 
 
 @with_config(STORED)
@@ -133,7 +135,9 @@ class QTSplusTrainer(Trainer):
             self.selector_config.seen_threshold = None
             self.selector_config.seen_area = None
         check_relevance(base, args)
-        self.skipped = 0  # records of this process that could not be used
+        # Records of this process: those that could not be used, and all.
+        self.skipped = 0
+        self.drawn = 0
         names = self.loss_names + _BUDGET + ("loss", "skipped")
         # In training (`True`) and in evaluation (`False`).
         self.running = {training: RunningMeans(names, args.device) for training in (True, False)}
@@ -151,11 +155,12 @@ class QTSplusTrainer(Trainer):
         for batch in batches:
             counts += self._count(batch).to(counts.device)
             self._longest = torch.maximum(self._longest, _longest_video(batch).to(self._longest))
-            self.skipped += warn_skipped(batch)
-        epochs = int(self.state.epoch or 0) + 1
-        dataset: Any = self.train_dataset
-        records = epochs * len(dataset)
-        self._check_skipped(self.skipped * self.args.world_size / records)
+            skipped = warn_skipped(batch)
+            self.skipped += skipped
+            self.drawn += skipped + int((batch["labels"] != IGNORED).any(1).sum())
+        planned = self.state.max_steps * self.get_total_train_batch_size(self.args)
+        fewest = min(FEW, planned, len(self.train_dataset)) / self.args.world_size  # type: ignore[arg-type]
+        self._check_skipped(self.skipped / max(self.drawn, fewest))
         counts = self.sum_over_processes(counts)
         self._counts = StepCounts.of(counts)
         self.budget.start_step()
@@ -305,7 +310,8 @@ class QTSplusTrainer(Trainer):
                 _, token_losses, rows = self.answer(self.model, limited, labels)
                 measured[:, exponent].index_add_(0, rows, token_losses)
         predicted = qtsplus.predicted_losses[most > 1]
-        self.budget.predicted += zip(predicted.detach().cpu(), qtsplus.num_tokens[most > 1].tolist(), strict=True)
+        questions = zip(predicted.detach().cpu(), qtsplus.num_tokens[most > 1].tolist(), strict=True)
+        self.budget.predicted += gather_object(list(questions))  # all processes have one price
         return loss_differences(qtsplus.predicted_losses[:, :passes], measured, most)
 
     def attention_targets(self, inputs: Mapping, labels: Tensor) -> Sequence[Tensor]:
