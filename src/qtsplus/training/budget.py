@@ -71,6 +71,7 @@ class RhoControl:
         self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
         # The predicted losses and the number of visual tokens of recent questions.
         self.predicted: deque = deque(maxlen=RECENT)
+        self.start_step()
 
     @property
     def config(self) -> QTSplusConfig:
