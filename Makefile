@@ -119,7 +119,7 @@ PIP_DOWNLOAD := $(PYTHON) -m pip download --quiet --disable-pip-version-check --
 
 gpu-wheels:  ## packages for benchmarks/gpu.sh on a machine without network, into wheels/
 	rm -rf $(WHEELS)
-	$(PIP_DOWNLOAD) --no-deps av peft qwen-vl-utils ruamel.yaml
+	$(PIP_DOWNLOAD) --no-deps av peft qwen-vl-utils ruamel.yaml text2num
 	$(PIP_DOWNLOAD) typer
 	@kb=$$(du -sk $(WHEELS) | cut -f1); echo "$(WHEELS): $$kb kB"; \
 	if [ $$kb -gt $(MOST_KB_OF_WHEELS) ]; then echo "expected at most $(MOST_KB_OF_WHEELS) kB" >&2; exit 1; fi

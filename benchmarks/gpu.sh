@@ -19,7 +19,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 PYTHON=${PYTHON:-python3}
-NEEDS="av typer rich peft qwen_vl_utils ruamel.yaml pydantic psutil matplotlib accelerate safetensors PIL torchvision pytest hypothesis"
+NEEDS="av typer rich peft qwen_vl_utils ruamel.yaml pydantic psutil text_to_num matplotlib accelerate safetensors PIL torchvision pytest hypothesis"
 STEPS=(device speed-3b memory-3b scaling-3b train-3b frames-3b)
 for shape in internvl2.5-8b llava-video-7b qwen3-vl-8b qwen3.5-9b; do
     STEPS+=("speed-$shape" "memory-$shape" "scaling-$shape")

@@ -2,8 +2,9 @@
 
 import functools
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -97,6 +98,25 @@ class StageClock:
     def ended(self, name: str) -> float:
         """When the last call of a module ended."""
         return self.spans[name][-1][1]
+
+
+@contextmanager
+def timed(device: str, module: ModuleType, name: str) -> Iterator[list[float]]:
+    """The seconds of every call of a module's function, in order; afterwards the module has its own again."""
+    seconds = []
+    function = getattr(module, name)
+
+    def call(*arguments, **keywords):
+        began = now(device)
+        output = function(*arguments, **keywords)
+        seconds.append(now(device) - began)
+        return output
+
+    setattr(module, name, call)
+    try:
+        yield seconds
+    finally:
+        setattr(module, name, function)
 
 
 class TokenClock(BaseStreamer):

@@ -14,12 +14,13 @@ from transformers import BatchFeature
 
 from qtsplus.asking.session import EncodedVideo, encode
 from qtsplus.common.journals import Journal, write_json
+from qtsplus.model import selector_qtsplus
 from qtsplus.model.sampling_qtsplus import choose_frames
 
 from ..files import begin, finish
 from ..machine import environment, steps
 from ..world.clip import read_video
-from .clock import StageClock, TokenClock, now
+from .clock import StageClock, TokenClock, now, timed
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
 from .results import SUMMARY, device_name, label, spread, summarise, write_overview
@@ -187,20 +188,18 @@ class _Bench:
         model, tokens = self.models["ours"], TokenClock()
         selector = model.model.qtsplus
         modules = {"selection": selector, "language_model": model.model.language_model}
-        modules.update({f"relevance {i}": layer for i, layer in enumerate(selector.scoring_layers)})
         modules.update({f"re-encode {i}": layer for i, layer in enumerate(selector.reencode_layers)})
         began = now(self.device)
-        with StageClock(self.device, model.model, **modules) as stages:
+        clock = StageClock(self.device, model.model, **modules)
+        with clock as stages, timed(self.device, selector_qtsplus, "score") as scoring:
             # Stock encodes every frame too.
             known = encode(model, self.processor, video)
             inputs = self._ask(QUESTION, known)
             encoded = now(self.device)
             output = self._generate(inputs, streamer=tokens)
         kept = len(output.qtsplus.kept_indices[0])
-        relevance, reencode = (
-            sum(stages.seconds(name) for name in modules if name.startswith(stage))
-            for stage in ("relevance", "re-encode")
-        )
+        relevance = sum(scoring)
+        reencode = sum(stages.seconds(name) for name in modules if name.startswith("re-encode"))
 
         selected = {
             "relevance": relevance,

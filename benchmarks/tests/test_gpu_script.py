@@ -135,7 +135,8 @@ def test_bad_arguments(wrong):
 
 
 def test_it_looks_for_all_that_the_package_needs():
-    modules, brought = {"pillow": "PIL"}, {"numpy", "huggingface_hub", "filelock", "jinja2", "typing_extensions"}
+    modules = {"pillow": "PIL", "text2num": "text_to_num"}
+    brought = {"numpy", "huggingface_hub", "filelock", "jinja2", "typing_extensions"}
     needs = re.search(r'^NEEDS="(.*)"$', SCRIPT.read_text(), re.MULTILINE)[1].split()
     pyproject = (SCRIPT.parents[1] / "pyproject.toml").read_text()
     (block,) = re.findall(r"^dependencies = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)

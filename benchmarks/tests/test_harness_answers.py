@@ -37,7 +37,7 @@ def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
     [
         ({"retention": 2}, "retention=2: expected a fraction"),
         ({"selection": "best"}, "'best'.*uniform"),
-        ({"max_visual_tokens": 0}, "max_visual_tokens=0: expected"),
+        ({"max_visual_tokens": 0}, "Got max_visual_tokens=0; expected"),
         ({"fps": 0}, "Got fps=0"),
         ({"fps": 1, "num_frames": 4}, "Got num_frames with fps or max_frames"),
         ({"max_frames": 1, "num_frames": 4}, "Got num_frames with fps or max_frames"),
