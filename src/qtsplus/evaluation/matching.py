@@ -213,7 +213,7 @@ def _chosen(said: str, options: Sequence[str]) -> set[str]:
 
 
 def _named(said: str, by_letter: Mapping[str, str]) -> set[str]:
-    """The letters, among those of the options, that a text names and does not rule out."""
+    """The letters of options that a text names and does not rule out."""
     marked = _clauses(_marked(said, by_letter.values()))
     possible = by_letter.keys() - re.findall(r"@(\w)", "\n".join(re.findall(_RULED_OUT, marked)))
     for choosing in _CHOOSING:

@@ -98,7 +98,7 @@ class QTSplusLayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the projections; what the vision tower and the language model give may have another."""
+        """The dtype of the projections. Visual tokens and words may come in other dtypes."""
         return self.q_proj.bias.dtype
 
     def queries(self, query: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ def make_plan(recipe: Recipe) -> Plan:
 
 def _check_processor_kwargs(video_processor, settings: Mapping) -> None:
     """
-    Raises `ValueError` for what no call of the processor would read, for values that no video can have, and for what
-    the video processor refuses, which is given a video without values.
+    Raises `ValueError` for unknown settings, for values that no video can have, and for settings that the video
+    processor refuses: it is tried on a video of the meta device, which has a size and no pixels.
     """
     known = ["min_frames", "max_frames", *video_processor.valid_kwargs.__annotations__]
     types: dict = dict.fromkeys(known, (object, None))

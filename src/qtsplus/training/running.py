@@ -87,8 +87,9 @@ def find_start(recipe: Recipe, resume: bool) -> Path | None:
                 raise ValueError(f"{path} is empty or was cut off: remove {checkpoint}, to go on from an earlier one.")
         return checkpoint
     for path in output_dir.glob("[!.]*"):  # other folders may stay
-        begun = resume and not (path / TRAINER_STATE_NAME).exists()  # a checkpoint that is written over
-        if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR) and not begun:
+        # An interruption may leave a checkpoint without its last file. It is written over.
+        is_unfinished = resume and not (path / TRAINER_STATE_NAME).exists()
+        if path.is_file() or (path.name.startswith(PREFIX_CHECKPOINT_DIR) and not is_unfinished):
             raise ValueError(
                 f"{output_dir} holds {path.name}, which is not replaced: choose another output_dir, or, if it has a "
                 "checkpoint or a finished model, go on with --resume, which trains only what is missing."
